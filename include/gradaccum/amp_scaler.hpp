@@ -17,7 +17,7 @@
 #include <vector>
 
 namespace torch::optim {
-class LBFGS;  // its own header would cost 9 s a translation unit
+class LBFGS;  // its header would take 9 s per translation unit
 }
 
 namespace gradaccum {
@@ -25,7 +25,7 @@ namespace gradaccum {
 class Accumulator;
 
 namespace detail {
-/// Throws for float16: the update itself would round away what the loss scale has saved.
+/// Throws for float16 parameters, whose updates would round away the precision that the loss scale has saved.
 void check_none_is_half(const std::vector<at::Tensor>& parameters);
 }  // namespace detail
 
@@ -35,13 +35,12 @@ struct AmpScalerOptions {
   double growth_factor = 2.0;           ///< > 1
   double backoff_factor = 0.5;          ///< > 0 and < 1
   std::int64_t growth_interval = 2000;  ///< updates without an overflow until the scale grows, >= 1
-  bool enabled = true;                  ///< if false, `step` just steps, and the rest does nothing
-  double min_scale = 0;                 ///< throws when an overflow would take the scale below it
-  bool on_device = false;               ///< keeps the scale and the overflows on the device, without synchronizing
+  bool enabled = true;                  ///< false: `step` only calls the optimizer's step, and the rest does nothing
+  double min_scale = 0;                 ///< throw when an overflow would take the scale below it
+  bool on_device = false;               ///< keep the scale and overflows on the device, without synchronizing
 };
 
-/// torch.amp.GradScaler, method for method: scales the loss so that float16 gradients do not underflow, and finds the
-/// scale.
+/// Scales the loss so that float16 gradients do not underflow, with the methods of torch.amp.GradScaler.
 ///
 ///     ga::AmpScaler scaler;
 ///     for (auto& batch : batches) {
@@ -55,23 +54,20 @@ struct AmpScalerOptions {
 ///       optimizer.zero_grad();
 ///     }
 ///
-/// A scale that is too large makes gradients overflow: then the step is skipped, and `update()` takes a smaller one;
-/// after `growth_interval` updates without an overflow, a larger one. An accumulator's window is divided by the scale
-/// when it closes, by `step` or by its own `flush()`; until then the scale does not change. Clipping by
-/// `optimizer.clip_grad_norm_` needs no `unscale_`: it is one more factor.
+/// If the scale is too large and gradients overflow, the step is skipped, and `update()` lowers the scale; after
+/// `growth_interval` updates without overflow it raises it. An accumulator's window is divided by the scale when `step`
+/// or `flush()` closes it, and the scale does not change before. `optimizer.clip_grad_norm_` needs no `unscale_`.
 ///
-/// Takes any `optimizer` but LBFGS, user-made ones too; an accumulator itself, not a `torch::optim::Optimizer&` to it.
-/// Parameters are float32, float64 or bfloat16, dense or sparse, on any devices; float16 ones are refused. Misuse is an
-/// error that changes nothing.
+/// Takes any optimizer but LBFGS; for an accumulator, the object itself rather than a `torch::optim::Optimizer&` to it.
+/// Parameters may be float32, float64 or bfloat16, dense or sparse, on any devices, but not float16. If a call throws
+/// for misuse, nothing has changed.
 ///
-/// With `.on_device` the device skips a step that overflowed and changes the scale: Python's numbers to the bit,
-/// without a wait on the host. The host does not see the outcome: `step` is true for every step that is left to the
-/// device. This takes an optimizer of `ga::optim`, or one whose `TakesGradients::judges_on_device` returns true, with
-/// all parameters on devices, and no window open at `update()`; else the host does both (docs/mixed_precision.md).
-///
-/// @note Reads 4 bytes a window from the device, to detect an overflow: in `step` when the window closes, or in
-/// `update` for a window that was unscaled and then not stepped. Nothing else synchronizes. With `.on_device`, only
-/// `get_scale()`, `state_dict()`, `update(new_scale)` and reading the optimizer's state synchronize.
+/// @note Reads 4 bytes per window from the device, to detect an overflow: in `step` when the window closes, or in
+/// `update` for a window that was unscaled and not stepped. With `.on_device` the device skips the step and changes the
+/// scale, bitwise as Python does, and the host does not wait: only `get_scale()`, `state_dict()`, `update(new_scale)`
+/// and reading the optimizer's state synchronize, and `step` returns true for every step that is left to the device.
+/// That needs an optimizer of `ga::optim`, or one whose `TakesGradients::judges_on_device` returns true, all parameters
+/// on devices, and no open window at `update()`; otherwise the host does it (docs/mixed_precision.md).
 class AmpScaler {
  public:
   explicit AmpScaler(AmpScalerOptions options = {});
@@ -81,22 +77,22 @@ class AmpScaler {
   /// Returns the loss times the scale, for `backward()`; in float32 if the loss is one float16 number.
   [[nodiscard]] at::Tensor scale(const at::Tensor& loss);
   [[nodiscard]] std::vector<at::Tensor> scale(std::vector<at::Tensor> losses);
-  /// For `optimizer.backward`: multiplies the seed of backward by the scale, in the dtype of the loss.
+  /// Multiplies the seed of backward by the scale, in the dtype of the loss, for `optimizer.backward`.
   [[nodiscard]] Loss scale(Loss loss);
 
-  /// Divides the gradients by the scale at once, for code that reads or changes them. Overflow is judged then, for the
-  /// later `step`. Called once a window, before `step`; for an accumulator inside `if (optimizer.ready())`, after
-  /// backward.
+  /// Divides the gradients by the scale immediately, for code that reads or changes them, and checks for overflow, for
+  /// the later `step`. Call it once per window, before `step`; for an accumulator inside `if (optimizer.ready())`,
+  /// after backward.
   template <class Optimizer>
   void unscale_(Optimizer& optimizer) {
     auto any = checked(optimizer);
     unscale_window(any, accumulator_in(optimizer));
   }
 
-  /// Steps the optimizer, unless its gradients overflowed: then they are discarded with their window. Inside an
-  /// accumulator's window it only counts the micro-batch. As a `bool`: true if the parameters moved, or if that is left
-  /// to the device (`.on_device`); an accumulator then counts an update either way. Without gradients, or with an empty
-  /// window, nothing moves, and the step does not count towards growth.
+  /// Steps the optimizer, or discards gradients that overflowed with their window. Inside an accumulator's window it
+  /// only counts the micro-batch. The result converts to true if the parameters were updated, or if that is left to the
+  /// device (`.on_device`); an accumulator then counts an update either way. Without gradients, or with an empty
+  /// window, there is no update, and the step does not count towards growth.
   ///
   /// @note Reads 4 bytes from the device when a window closes.
   template <class Optimizer>
@@ -105,15 +101,14 @@ class AmpScaler {
     return step_window(any, accumulator_in(optimizer));
   }
 
-  /// Changes the scale when it is due; called after the steps of all optimizers. An overflow in any window since the
-  /// last call makes it smaller, once; `growth_interval` calls without one make it larger. Growth waits for the first
-  /// call with no window open. If an overflow or `new_scale` changes the scale, open windows are discarded. Does
-  /// nothing if no window was closed. Throws if an overflow would take the scale below `min_scale`; with `.on_device`
-  /// some updates later.
+  /// Changes the scale when it is due; call it after the steps of all optimizers. Overflows since the last call lower
+  /// it once; `growth_interval` calls without overflow raise it, at the first call without an open window. If an
+  /// overflow or `new_scale` changes the scale, open windows are discarded. Does nothing if no window was closed.
+  /// Throws if an overflow would take the scale below `min_scale`; with `.on_device` some updates later.
   void update(std::optional<double> new_scale = {});
 
-  /// For owners of a window, in place of `step`: makes the factor divide by the scale, and require finite gradients.
-  /// `record_overflow` then reports the outcome to `update()`.
+  /// Makes a window's factor divide by the scale and require finite gradients, for code that closes windows itself
+  /// rather than by `step`. It then passes the outcome to `record_overflow`.
   void unscale(Factor& factor) const;
   void record_overflow(bool overflowed);
 
@@ -126,7 +121,7 @@ class AmpScaler {
   void set_growth_interval(std::int64_t new_interval);
   bool is_enabled() const;
 
-  /// Python's five entries; empty if disabled. Call it after `update()`.
+  /// Returns Python's five entries; empty if disabled. Call it after `update()`.
   std::map<std::string, double> state_dict() const;
   /// Loads the entries. Throws, and changes nothing, if an entry is missing or out of range, or a window is open.
   void load_state_dict(const std::map<std::string, double>& state);

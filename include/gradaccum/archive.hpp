@@ -33,9 +33,9 @@ namespace gradaccum {
 ///     ga::Archive(saved.values())("counter", other);       // other.count == 3
 ///
 /// A value is a number, flag, string or tensor, a `std::optional` of these, or a part that has `state(Archive&)`.
-/// Tensors are copied when saved, and loaded ones are new. A name that is used twice, is missing, or has a value of
-/// another type or out of range throws, and what was loaded before stays loaded: a part that must not be half-loaded
-/// loads into local variables first, or defers its changes with `when_all_fit`. Does not synchronize.
+/// Tensors are copied when saved, and loaded tensors are new. Throws if a name is used twice or missing, or if its
+/// value has another type or is out of range. Values that were loaded before remain: a part that must not be
+/// half-loaded loads into local variables first, or defers its changes with `when_all_fit`. Does not synchronize.
 class Archive {
  public:
   using Value = std::variant<bool, std::int64_t, double, std::string, at::Tensor>;
@@ -45,7 +45,7 @@ class Archive {
   Archive() = default;                                                             ///< for saving
   explicit Archive(Values values) : values_(std::move(values)), loading_(true) {}  ///< for loading
 
-  /// An archive for saving without copies: its tensors are those of the parts, valid until a part changes them.
+  /// Returns an archive for saving without copies: it refers to the parts' tensors, until a part changes them.
   static Archive of_references();
 
   bool loading() const { return loading_; }
@@ -61,12 +61,12 @@ class Archive {
       convertible(name, value);
   }
 
-  /// Saves or loads the tensors of a part that chooses their names itself: all that nothing else has loaded. Loaded
-  /// ones may be shared, so copy them rather than keep them.
+  /// Saves or loads tensors whose names the part chooses. Loads all of the part's tensors that no other call has
+  /// loaded; they may be shared, so copy them rather than keep them.
   void tensors(Tensors& tensors);
 
-  /// A setting that must not change when a training is resumed, such as the number of micro-batches. A loaded value
-  /// that differs throws an error with both, unless changes are allowed.
+  /// Saves a setting that must not change when a training resumes, such as the number of micro-batches. When loading,
+  /// throws an error with both values if they differ, unless changes are allowed.
   template <class T>
   void setting(std::string_view name, const T& value) {
     auto before = value;
@@ -76,20 +76,20 @@ class Archive {
   void allow_changes(bool allow) { changes_allowed_ = allow; }
   bool changes_allowed() const { return changes_allowed_; }
 
-  /// The ranks that saved a state together, and those that load it; an archive has the values of one of them.
+  /// The numbers of ranks that saved a state and that load it. An archive has the values of one rank.
   struct Ranks {
     std::int64_t saved = 1, loading = 1;
-    Values values = {};  ///< without tensors: rank 0's, and those that differ under `rank_1.` and so on
+    Values values = {};  ///< all values but tensors: rank 0's, and different ones under `rank_1.` and so on
 
     bool are_others() const { return saved != loading; }
   };
-  /// The folder that the values were read from, for errors.
+  /// Returns the folder that the values were read from, for errors.
   const std::string& folder() const { return folder_; }
   void set_folder(std::string folder) { folder_ = std::move(folder); }
 
   const Ranks& ranks() const { return ranks_; }
   void set_ranks(Ranks ranks) { ranks_ = std::move(ranks); }
-  /// Returns what each rank has saved under a name.
+  /// Returns the value that each rank has saved under a name.
   template <class T>
   std::vector<T> of_ranks(std::string_view name) const {
     std::vector<T> all;
@@ -101,19 +101,19 @@ class Archive {
   /// Runs `load`; calls may nest. After the outermost call has succeeded, the changes deferred by `when_all_fit` are
   /// made; after an exception they are dropped.
   void together(c10::function_ref<void()> load);
-  /// Defers `change` until all that is loaded together fits. Runs it at once when saving or outside `together`.
+  /// Defers `change` until all values of `together` have loaded. Runs it immediately when saving or outside `together`.
   void when_all_fit(std::function<void()> change);
-  /// Registers the undo of a change made at once. If a later value does not fit, undos run in reverse order.
+  /// Registers the undo of a change that was not deferred. If a later value does not fit, undos run in reverse order.
   void if_not_all_fit(std::function<void()> undo);
-  /// Returns an archive that restores parts from `before`, a state saved a moment ago, after another load has changed
-  /// them. Changes deferred by that load have not happened, so `when_all_fit` does nothing here.
+  /// Returns an archive that restores parts from `before`, after a load that failed has changed some of them. Changes
+  /// that the failed load deferred have not happened, so `when_all_fit` does nothing here.
   static Archive to_go_back(const Archive& before);
 
   /// Returns true if the loaded values include a part of this name.
   bool has(const std::string& part) const;
   /// Marks a part as used, so that check_all_used() accepts it.
   void leave_out(const std::string& part);
-  /// Throws if loaded values have not been used: they come from another program.
+  /// Throws if loaded values have not been used, as when another program saved them.
   void check_all_used() const;
 
  private:
@@ -170,8 +170,8 @@ class Archive {
   std::set<std::string> used_;
   std::string prefix_, folder_;
   Ranks ranks_;
-  std::vector<std::function<void()>> changes_, undo_;  // deferred until all that is loaded together fits
-  int depth_ = 0;                                      // of calls of together()
+  std::vector<std::function<void()>> changes_, undo_;  // deferred until all values of together() have loaded
+  int depth_ = 0;                                      // nesting depth of together()
   bool loading_ = false, copies_ = true, changes_allowed_ = false;
 };
 

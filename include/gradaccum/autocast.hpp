@@ -22,7 +22,7 @@ namespace gradaccum {
 /// @note Does not synchronize.
 bool is_bf16_fast(at::Device device);
 
-/// A scope like torch.autocast: operations that benefit run in 16 bits, those that need precision in float32.
+/// A scope like torch.autocast: operations that benefit run in 16 bits, operations that need precision in float32.
 ///
 ///     for (auto& batch : batches) {
 ///       auto loss = [&] {

@@ -19,26 +19,26 @@ namespace gradaccum {
 
 struct SaveState;
 
-/// Tells a save what to do while the one before it is still being written.
+/// What a save does while the previous state is still being written.
 enum class WhenBusy {
-  wait,  ///< waits until that one is written
+  wait,  ///< waits until the previous state is written
   skip   ///< saves nothing
 };
 
-/// The states to keep, and what to do when they come too fast.
+/// The states to keep, and how to copy and write them.
 struct BackgroundSaverOptions {
   std::int64_t keep_last = 0;           ///< remove all but this many of the newest states; 0: remove none
   WhenBusy when_busy = WhenBusy::wait;  ///< while an earlier state is being written
-  bool stage_on_device = false;         ///< copy within the device's memory first, and from there beside the training
+  bool stage_on_device = false;         ///< copy within the device's memory first, then to the host during training
 };
 
 namespace detail {
 
-/// A copy of a state in host memory, as the files that it will be. The next copy uses the memory again.
+/// A copy of a state in host memory, in the layout of its files. The next copy reuses the memory.
 class StateCopy {
  public:
-  /// Copies an archive's tensors. Those from a device are complete when the device has got there. `staged`: the current
-  /// streams copy within a device, and others from there to the host.
+  /// Copies an archive's tensors. Copies from a device are asynchronous. With `staged`, the current streams copy within
+  /// a device, and other streams copy from there to the host.
   void take(const Archive& archive, bool staged);
   /// Writes and syncs the files. Waits for copies from devices; any thread may call it.
   StateFiles write(const std::filesystem::path& folder) const;
@@ -48,7 +48,7 @@ class StateCopy {
   std::int64_t bytes() const;
 
  private:
-  /// Returns the first byte of a file, at a multiple of a block.
+  /// Returns the first byte of a file, aligned to a block.
   char* begin(const std::string& file) const;
   void copy_file(const std::string& file, const io::Tensors& tensors, at::Tensor memory, bool staged);
 
@@ -59,7 +59,7 @@ class StateCopy {
 
 }  // namespace detail
 
-/// Saves like `ga::save`, but returns when the state is copied to host memory: a thread writes it.
+/// Saves like `ga::save`, but returns once the state is copied to host memory, and writes it on a thread.
 ///
 ///     ga::Trainer trainer(model, sgd, [](auto& net, auto& batch) {
 ///       return torch::mse_loss(net->forward(batch.data), batch.target);
@@ -71,18 +71,18 @@ class StateCopy {
 ///     }
 ///     std::cout << saver.wait();                           // "runs/3/step-000040", say: it is on the disk
 ///
-/// A state is as safe as one of `ga::save`: it appears under its name when all of it is on the disk, and a process that
-/// is killed before leaves the states that were there, and so does one that calls `exit` while the saver lives. In a
-/// child of `fork` the state that is being written is the parent's. One state is written at a time. What goes wrong
-/// while it is written is thrown by the next `save` or by `wait`, with the name of the file; the training is unharmed.
+/// As with `ga::save`, a state gets its name once all of it is on the disk: a process that is killed or calls `exit`
+/// before leaves the earlier states as they were. One state is written at a time. Errors of the thread are thrown by
+/// the next `save` or by `wait`, with the name of the file; the training is unaffected. After `fork` only the parent
+/// writes.
 ///
-/// With several processes all ranks call `save`, and all call `wait`. Each rank's thread writes its own tensors, and
-/// the state gets its name when all have: rank 0's thread sees it by the lists of files that they leave in its folder.
+/// Ranks. All ranks call `save`, and all call `wait`. Each rank's thread writes its own tensors and a list of its
+/// files, and rank 0's thread names the state once all lists exist.
 ///
-/// @note Takes host memory for one copy of the state, which is used for each save: see `bytes`. From a device it goes
-/// to pinned memory, which LibTorch rounds up to powers of two, and only the current streams wait for the copy; with
-/// `.stage_on_device` they wait for a copy in the device's memory, which is freed soon: `save` throws
-/// `c10::OutOfMemoryError` where there is no room. The thread has a low priority and uses one core.
+/// @note Takes host memory for one copy of the state, which all saves use: see `bytes`. States on a device are copied
+/// to pinned memory, whose size LibTorch rounds up to powers of two, and only the current streams wait for the copy.
+/// With `.stage_on_device` they wait for a temporary copy in the device's memory; `save` throws `c10::OutOfMemoryError`
+/// if that does not fit. The thread has a low priority and uses one core.
 class BackgroundSaver {
  public:
   explicit BackgroundSaver(std::filesystem::path directory, BackgroundSaverOptions options = {});
@@ -97,34 +97,34 @@ class BackgroundSaver {
     return save(detail::AnyTraining(training), nullptr);
   }
 
-  /// Waits until the last state is on the disk, and returns its path; empty if there is none.
+  /// Waits until the last state is on the disk. Returns its path; empty if there is none.
   std::filesystem::path wait();
 
   /// Returns true while a state is being written on this rank.
   bool busy() const;
-  /// Returns the bytes of the copy, 0 before the first save.
+  /// Returns the bytes of the copy; 0 before the first save.
   std::int64_t bytes() const { return copy_.bytes(); }
 
  private:
   friend struct SaveState;
   struct Work;
 
-  /// Runs on rank 0's thread with the path of a new state, and returns the path that it has afterwards. Removes older
-  /// states, as `keep_last` does where there is none.
+  /// Runs on rank 0's thread with the path of a new state, to remove older ones in place of `keep_last`. Returns the
+  /// path that the state has afterwards.
   using Then = std::function<std::filesystem::path(const std::filesystem::path&)>;
 
   bool save(const detail::AnyTraining& training, const Then& then);
-  /// Throws what went wrong on this rank alone, if that is known already.
+  /// Throws the error of this rank's thread, if there is one so far.
   void check();
-  /// Forgets a state that another process writes: a child of `fork` has no thread that it could wait for.
+  /// Drops the pending state in a child process of `fork`, which has no thread that writes it.
   void leave_work_to_parent();
-  /// Waits for the thread, and throws nothing.
+  /// Waits for the thread. Does not throw.
   void join() const;
 
   std::filesystem::path directory_, last_;
   BackgroundSaverOptions options_;
   detail::StateCopy copy_;
-  std::shared_ptr<Work> work_;  // under way
+  std::shared_ptr<Work> work_;  // the pending state
 };
 
 }  // namespace gradaccum

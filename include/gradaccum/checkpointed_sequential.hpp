@@ -34,21 +34,21 @@ struct CheckpointPlan {
   /// in backward. `*` recomputes results of cheap operations (GELU, SiLU, products) from their inputs.
   std::string schedule;
 
-  /// The budget, if there is one. Costs are then for inputs of the planned shape, as measured stage by stage; where
-  /// it was planned from the measurement of smaller inputs, all of them, and `least_bytes`, are upper estimates.
+  /// The budget, if there is one. Costs are then for inputs of the planned shape, from measurements of each stage. If
+  /// smaller inputs were measured, costs and `least_bytes` are upper estimates.
   std::optional<std::int64_t> memory_budget;
   Cost predicted;                ///< cost of this schedule
   Cost plain;                    ///< cost of the stages without checkpoints
-  std::int64_t least_bytes = 0;  ///< no schedule needs less
+  std::int64_t least_bytes = 0;  ///< least peak of any schedule
 };
 
 std::ostream& operator<<(std::ostream& out, const CheckpointPlan& plan);
 
 /// Options for a `CheckpointedSequential`: either `segments` or `memory_budget`.
 struct CheckpointedSequentialOptions {
-  /// The number of segments, of about as many stages each. All but the last are recomputed in backward.
+  /// The number of segments, with equal numbers of stages where possible. All but the last are recomputed in backward.
   std::int64_t segments = 0;
-  /// The maximum number of bytes, with as little recomputation as that allows.
+  /// The maximum number of bytes; recomputes as little as that allows.
   std::int64_t memory_budget = 0;
   CheckpointOptions checkpoint = {};  ///< options for recomputing parts
 };
@@ -61,12 +61,12 @@ class CheckpointedSequentialImpl : public torch::nn::Module {
 
   at::Tensor forward(const at::Tensor& input, const at::Tensor& context = {});
 
-  /// Sets the budget from the next forward pass on; 0 keeps everything. With `or_least`, takes the least that works
-  /// where that is more. `FitMemory` calls this.
+  /// Sets the budget from the next forward pass on; 0 keeps everything. With `or_least`, a budget that is too small is
+  /// raised to the least that works. `FitMemory` calls this.
   void set_memory_budget(std::int64_t bytes, bool or_least = false);
   const CheckpointedSequentialOptions& options() const;
 
-  /// The plan of the latest forward pass. With a budget, throws before the first, which measures the stages.
+  /// Returns the plan of the latest forward pass. With a budget, throws before the first, which measures the stages.
   CheckpointPlan plan() const;
   bool has_plan() const;
 
@@ -90,27 +90,24 @@ class CheckpointedSequentialImpl : public torch::nn::Module {
 ///     loss.backward();                                                 // runs again what was not kept
 ///     std::cout << net->plan();                                        // predicted bytes and time, and the schedule
 ///
-/// Has the Sequential's modules under the same names, so `parameters()`, `to`, `train` and saved files are those of the
-/// Sequential, as are outputs, gradients and random numbers to the bit. Each module takes a tensor and returns one. The
-/// rules of `checkpoint` hold; buffers change once. `context` is a tensor that every module takes as its second
-/// argument, such as an attention mask. It must not require gradients, and must not change before backward.
+/// Has the Sequential's modules under the same names, for the same saved files. Outputs, gradients and random numbers
+/// are bitwise the same. Each module takes and returns one tensor, and `context` as an optional second argument, such
+/// as an attention mask, which must not require gradients or change before backward. The rules of `checkpoint` apply.
 ///
-/// `segments`, from 1 to the number of modules, is that of torch.utils.checkpoint_sequential, but as even as possible.
+/// Segments. `segments`, from 1 to the number of modules, is as in torch.utils.checkpoint_sequential, but more even.
 ///
-/// `memory_budget` limits the bytes that the module's forward and backward pass hold at any moment, besides its input,
-/// its output and gradients of parameters, finished or not. The first forward pass with gradients measures each stage
-/// alone, in bytes and seconds, which takes as long as some 15 training steps and holds one stage's activations and
-/// gradients. Then the fastest schedule is planned: which stages keep what they need, which recompute results of cheap
-/// operations (GELU, SiLU, products), which are recomputed, and in what nesting: `plan()`. Throws if no schedule fits
-/// the budget, and names the least that works. Smaller inputs
-/// follow the same plan. After four measurements, a larger input or context is planned by those: bytes grow with the
-/// square of a dimension at most. One that may take twice the bytes, another dtype or device, `train()`/`eval()`,
-/// autocast, or other frozen parameters are measured.
+/// Budget. `memory_budget` limits the bytes that forward and backward hold, without input, output and gradients of
+/// parameters. The first forward pass measures each stage and plans the fastest schedule: stages keep their tensors,
+/// recompute results of cheap operations (GELU, SiLU, products), or are recomputed. Throws if none fits.
 ///
-/// @note Planning synchronizes, training does not. Under autocast with a budget, parameters are cast for each
-/// stage rather than once for the forward pass, since cached casts would count.
-/// @note Planning tracks allocations through the slot of LibTorch's profiler. The first forward pass with a budget
-/// throws inside a profiler's scope, or that of another memory observer on this thread: run one before.
+/// @note If no schedule fits, the error names the least budget that works. Planning synchronizes, training does not.
+/// Under autocast with a budget, parameters are cast for each stage rather than once for the forward pass, since cached
+/// casts would count. Measuring takes as long as about 15 training steps, and memory for one stage's activations and
+/// gradients. It is repeated for another dtype or device, `train()`/`eval()`, autocast and other frozen parameters.
+/// Smaller inputs use the same plan. After four measurements, larger inputs are planned by extrapolation, unless they
+/// may take twice the bytes.
+/// @note Planning uses the slot of LibTorch's profiler: the first forward pass with a budget throws inside a profiler's
+/// scope, or another memory observer's on this thread. Run one before.
 class CheckpointedSequential : public torch::nn::ModuleHolder<CheckpointedSequentialImpl> {
  public:
   using ModuleHolder::ModuleHolder;

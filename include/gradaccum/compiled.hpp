@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// All definitions of the library, for one file of a program whose files are all compiled with GRADACCUM_COMPILED. With
-// CMake it is the target gradaccum::compiled.
+// Contains all definitions of the library. Include it in one file of a program whose files are all compiled with
+// GRADACCUM_COMPILED. CMake's target gradaccum::compiled does this.
 #ifndef GRADACCUM_COMPILED
 #error "gradaccum/compiled.hpp: compile all files of the program with -DGRADACCUM_COMPILED, this one, too"
 #endif

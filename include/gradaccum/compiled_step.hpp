@@ -28,7 +28,7 @@ namespace gradaccum {
 /// The numbers of steps that a `CompiledStep` ran compiled and eagerly, with reasons. Printable.
 struct CompiledStepReport {
   std::int64_t compiled = 0, eager = 0;
-  std::int64_t replayed = 0;                           ///< of those compiled, replayed as CUDA graphs
+  std::int64_t replayed = 0;                           ///< compiled steps that were replayed as CUDA graphs
   std::map<std::string, std::int64_t> why_eager = {};  ///< counts by reason
 };
 std::ostream& operator<<(std::ostream& stream, const CompiledStepReport& report);
@@ -59,23 +59,23 @@ std::shared_ptr<RecordedSteps<CompiledStepReport>> load_step(torch::nn::Module& 
 ///  }
 ///  std::cout << step.report();
 ///
-/// Returns the result of the objective, a Tensor or a `ga::Loss`, for `loss.backward()`, `ga::GradAccumulator` or
-/// `ga::AmpScaler`. As `step(model, batch)`, it replaces the objective of a `ga::Trainer`. Gradients are computed with
-/// the loss; backward multiplies them by the seed and adds them to the parameters' gradients. Random numbers are
-/// LibTorch's, those that the objective would draw; buffers are updated once.
+/// Returns the objective's result, a Tensor or a `ga::Loss`, for `loss.backward()`, `ga::GradAccumulator` or
+/// `ga::AmpScaler`; as `step(model, batch)` it replaces the objective of a `ga::Trainer`. Gradients are computed with
+/// the loss; backward multiplies them by the seed and adds them to `.grad`. Random numbers are the objective's. The
+/// model must outlive the step. Copies are the same step, which one thread at a time may use. `create_graph` is not
+/// supported; `.in_backward` works, but saves no memory.
 ///
-/// Runs the objective itself if there is no graph: for batches of other layouts, in other modes (evaluation, other
-/// autocast), and for a model that has changed (frozen, moved). `report()` counts the reasons. Also runs it for the
-/// first batch of a layout: loss, gradients, buffers and random numbers must agree up to rounding, or a `c10::Error`
-/// names the difference. If it may be rounding, a warning names it, and the objective runs for this layout's batches.
+/// Falling back. Runs the objective itself for other layouts, other modes (evaluation, autocast) and a changed model
+/// (frozen, moved); `report()` counts the reasons. Also runs it for the first batch of a layout to compare results, and
+/// throws `c10::Error` if they differ by more than rounding. If the difference may be rounding, it warns, and runs the
+/// objective for this layout.
 ///
-/// The folder holds code that runs with this program's rights: use only folders that you trust, or build the step in
-/// (`ga::InProgram` in place of the folder). Its files must be unchanged since they were compiled, for this version of
-/// LibTorch, these parameters and this processor. The model must outlive the step. Copies are the same step; one thread
-/// at a time may use it. `create_graph` is not supported; `.in_backward` works, but saves no memory.
+/// Trust. The folder has code that runs with this program's rights: use only folders that you trust, or build the step
+/// in (`ga::InProgram`). Throws if files have changed since they were compiled, or if they are for another version of
+/// LibTorch, other parameters or another processor.
 ///
-/// On a CUDA device, code that can be captured is replayed as by a `ga::GraphedStep`: it does not
-/// synchronize and supports no `retain_graph`. With float16 it is not: backward reads its seed, the loss scale.
+/// @note On a CUDA device, code that can be captured is replayed as by a `ga::GraphedStep`: it does not synchronize,
+/// and does not support `retain_graph`. Code with float16 is not captured, since backward reads the loss scale.
 template <class Model, class Objective>
 class CompiledStep : public ObjectiveStep<Model, Objective, CompiledStepReport> {
   using Base = ObjectiveStep<Model, Objective, CompiledStepReport>;
@@ -89,15 +89,15 @@ class CompiledStep : public ObjectiveStep<Model, Objective, CompiledStepReport> 
 
 /// Options for `save_step`.
 struct SaveStepOptions {
-  bool any_rows = true;    ///< tries to make one graph for any number of rows; else only for those given
-  bool constants = false;  ///< allows tensors from outside the model and the batch: they become constants
+  bool any_rows = true;    ///< try to make one graph for any number of rows; false: one for each batch's number
+  bool constants = false;  ///< allow tensors from outside the model and the batch, which become constants
 };
 
 /// The result of `save_step`. Printable.
 struct SavedStep {
   std::filesystem::path folder;
   std::vector<std::string> batches;  ///< layout of each graph: `Float [64, 784], Long [64]`, `*` for any rows
-  std::string only_these_rows = {};  ///< reason for no graph for any number of rows; empty if there is one
+  std::string only_these_rows = {};  ///< why there is no graph for any number of rows; empty if there is one
 };
 std::ostream& operator<<(std::ostream& stream, const SavedStep& step);
 
@@ -107,7 +107,7 @@ namespace detail {
 struct StepCall {
   std::vector<at::Tensor> batch;
   std::function<Loss()> objective;
-  bool tensors_alone = true;  ///< false: the batch may hold numbers, which tracing does not see
+  bool tensors_alone = true;  ///< false: the batch may have numbers, which tracing does not record
 };
 
 /// The calls recorded for one graph.
@@ -140,7 +140,7 @@ StepCall step_call(Model& model, Objective& objective, Batch& batch) {
           !tells_its_tensors<Batch>};
 }
 
-/// Returns the calls for these batches, whose copies `of_a_row_less` lose a row where that is possible.
+/// Returns the calls for these batches. Removes a row from their copies `of_a_row_less` if that is possible.
 template <class Model, class Objective, class Batch>
 std::vector<StepCalls> step_calls(Model& model, Objective& objective, std::vector<Batch>& batches,
                                   std::vector<Batch>& of_a_row_less) {
@@ -172,18 +172,18 @@ SavedStep save_steps(Model&& model, Objective&& objective, const std::vector<Bat
 ///     };
 ///     std::cout << ga::save_step(model, objective, *batches.begin(), "step");
 ///
-/// `tools/compile_step.py step` compiles it, and `ga::CompiledStep` runs it in place of the objective. Operations on
-/// tensors are recorded as they run for this batch: which they are, how often, and with what constants. Modes are
-/// recorded, too: put the model in training mode, and enable autocast if training uses it (`ga::Autocast`).
+/// `tools/compile_step.py step` compiles it, and `ga::CompiledStep` runs it in place of the objective. Records the
+/// sequence of tensor operations for this batch, with their constants and modes: put the model in training mode, and
+/// enable autocast if training uses it (`ga::Autocast`).
 ///
-/// `objective(model, batch)` returns a Tensor of one element or a `ga::Loss`, as for `ga::Trainer`. `batch` has
-/// tensors: a tuple, a range, a map, `.data` and `.target`, or those of `batch_tensors(batch)`. The model and random
-/// numbers stay unchanged. An existing folder is replaced as a whole if it is a saved step.
+/// `objective(model, batch)` returns a Tensor of one element or a `ga::Loss`, as for `ga::Trainer`. `batch` is a tuple,
+/// range or map of tensors, a struct of `data` and `target`, or has `batch_tensors(batch)`. The model and random
+/// numbers do not change. A folder with a saved step is replaced as a whole.
 ///
-/// Throws `c10::Error` if the recorded step would differ from the objective: if that reads values on the host, uses
-/// tensors of its own, or has gradients that recording misses (an `autograd::Function` of your own, a `NoGradGuard`).
+/// Throws `c10::Error` if the recorded step would differ from the objective: if it reads values on the host, uses
+/// tensors from outside, or has gradients that recording misses (a custom `autograd::Function`, a `NoGradGuard`).
 ///
-/// @note For models on the CPU or on one CUDA device. Runs the objective about six times, or some twenty where
+/// @note For models on the CPU or on one CUDA device. Runs the objective about six times, or about twenty times if
 /// roundings differ.
 template <class Model, class Objective, class Batch>
 SavedStep save_step(Model&& model, Objective&& objective, const Batch& batch, const std::filesystem::path& folder,

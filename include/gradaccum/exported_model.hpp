@@ -25,12 +25,12 @@ class StepGraphs;
 
 /// Options for an `ExportedModel`.
 struct ExportedModelOptions {
-  std::optional<InProgram> code = {};  ///< code that CMake's `gradaccum_compile_step` built in, in the folder's place
-  bool check = true;                   ///< runs the folder's sample, whose results must be Python's
+  std::optional<InProgram> code = {};  ///< code built in by CMake's `gradaccum_compile_step`, instead of the folder's
+  bool check = true;                   ///< run the folder's sample, and throw if results differ from Python's
 };
 
-/// A model that Python defined, with its training step: tools/export_model.py exports those of Hugging Face,
-/// gradaccum_export.py any `torch.nn.Module`.
+/// A model and its training step, exported from Python: by tools/export_model.py from Hugging Face, or by
+/// gradaccum_export.py from any `torch.nn.Module`.
 ///
 ///  ga::ExportedModel model("model");
 ///  ga::optim::AdamW adamw(model->parameters(), 1e-4);
@@ -42,41 +42,41 @@ struct ExportedModelOptions {
 ///  }
 ///  model->save_weights("trained");        // for from_pretrained() and load_state_dict() of Python
 ///
-/// It is a `torch::nn::Module` with Python's names of parameters and buffers, for optimizers, `ga::Trainer` and states.
-/// Its loss, gradients and outputs are computed by compiled code, with Python's modes, dtypes and number of threads of
-/// LibTorch. Random numbers are drawn from LibTorch's generator, and are those that Python's would draw.
+/// A `torch::nn::Module` with Python's names of parameters and buffers, for optimizers, `ga::Trainer` and states.
+/// Compiled code computes its loss, gradients and outputs, with the modes and dtypes of the export and LibTorch's
+/// number of threads. It draws the same random numbers as Python.
 ///
-/// The folder holds code that runs with this program's rights: use only folders that you trust, or build the code in.
-/// Its files must be unchanged, for this version of LibTorch and this processor, and the sample in it must give
-/// Python's loss, outputs and gradients up to rounding; else a `c10::Error` or `std::runtime_error` says what differs.
+/// Trust. The folder has code that runs with this program's rights: use only folders that you trust, or build the code
+/// in. Throws `c10::Error` or `std::runtime_error` if a file has changed, if it is for another version of LibTorch or
+/// another processor, or if results for the folder's sample differ from Python's by more than rounding.
 ///
-/// Parameters may be frozen, and not unfrozen if they were frozen in the export. Neither dtypes nor devices may change.
-/// Checkpoints have no effect inside the code. Copies of the holder are the same model; one thread may use it at once.
+/// Limits. Parameters may be frozen, but not unfrozen if they were frozen in the export. Dtypes and devices cannot
+/// change. Checkpoints have no effect inside the code. Copies of the holder are the same model, which one thread at a
+/// time may use.
 ///
-/// @note On the CPU, or where it was exported: from a CUDA device, to the current one. There a number of items that the
-/// export counts is waited for, and the seed of a float16 loss.
+/// @note Runs on the CPU, or on the current CUDA device if exported from one. There it synchronizes to read a number of
+/// items that the export counts, and the seed of a float16 loss.
 class ExportedModelImpl : public torch::nn::Module {
  public:
   explicit ExportedModelImpl(const std::filesystem::path& folder, const ExportedModelOptions& options = {});
 
-  /// Returns the loss of a batch, with the module's output and the labels for metrics. In training mode its backward
-  /// adds gradients to the parameters'; in evaluation mode it has none. It is a mean over the batch's rows, or over
-  /// what the export counts, such as the labels of a `cross_entropy` that are not its `ignore_index`.
+  /// Returns the loss of a batch, with the module's output and the labels for metrics. It has gradients in training
+  /// mode only. It is a mean over the batch's rows, or over the items that the export counts, such as labels of a
+  /// `cross_entropy` other than its `ignore_index`.
   ///
-  /// Throws `c10::Error` for a batch of other names, dtypes or shapes than were exported: the message lists those.
+  /// Throws `c10::Error` if the batch's names, dtypes or shapes were not exported. The message lists the exported ones.
   Loss loss(const io::Tensors& batch);
 
-  /// Returns the output for a batch without labels, as in evaluation. It has no gradient.
+  /// Returns the output for a batch without labels, in evaluation mode and without gradients.
   at::Tensor forward(const io::Tensors& batch);
 
   /// Describes the exported passes: `training of input_ids Long [*, 256], labels Long [*]`, `*` for any number of rows.
   std::vector<std::string> passes() const;
 
-  /// Writes the weights as Python's: `model.safetensors`, and beside it the files that the export has for
-  /// `from_pretrained`, such as config.json. Each file is there as a whole or not at all. The folder must not be an
-  /// exported model.
+  /// Writes the weights in Python's format, `model.safetensors`, and the export's files for `from_pretrained`, such as
+  /// config.json. Each file is written atomically. The folder must not be an exported model.
   void save_weights(const std::filesystem::path& folder) const;
-  /// Loads weights of the same names and shapes, from a folder or a safetensors file. Throws before anything has
+  /// Loads weights of the same names and shapes, from a folder or a safetensors file. If it throws, nothing has
   /// changed.
   void load_weights(const std::filesystem::path& path);
 
@@ -85,9 +85,9 @@ class ExportedModelImpl : public torch::nn::Module {
   Loss run(const std::string& kind, const io::Tensors& batch) const;
 
   std::shared_ptr<const detail::StepGraphs> graphs_;
-  io::Tensors saved_;                         // by name: the weights, and buffers that Python saves
-  std::map<std::string, std::string> tied_;   // further names of weights, with the first
-  std::map<std::string, std::string> files_;  // contents, by name, of what is saved with the weights
+  io::Tensors saved_;                         // the weights, and buffers that Python saves, by name
+  std::map<std::string, std::string> tied_;   // additional names of weights, with their first names
+  std::map<std::string, std::string> files_;  // contents, by name, of files that are saved with the weights
 };
 
 /// A shared pointer to an `ExportedModelImpl`.

@@ -18,25 +18,25 @@ std::optional<std::filesystem::path> newest_state(const std::filesystem::path& p
 Archive open_state(const std::filesystem::path& folder, bool allow_changes, const Communicator* peers);
 }  // namespace detail
 
-/// The treatment of a window that an epoch leaves shorter than the others: `flush`, `drop` or `carry`.
+/// What `fit` does with an incomplete window at the end of an epoch.
 enum class Tail {
-  flush,  ///< it is stepped, with its own mean
-  drop,   ///< it is forgotten
-  carry,  ///< the next epoch, or the next `fit`, goes on with it
+  flush,  ///< makes an update with the mean over the window so far
+  drop,   ///< discards it
+  carry,  ///< continues it in the next epoch, or the next `fit`
 };
 
-/// The treatment of a micro-batch whose loss is NaN or infinite, and of a window whose gradients are: `stop`, `skip` or
-/// `ignore`. With a loss scale, gradients are its to judge: it skips the window, and becomes smaller.
-enum class OnNan {
-  stop,    ///< an error that says which one, before the parameters move; on a device, synchronizes once a window
-  skip,    ///< a micro-batch is left out, its window is the mean of the others, and a window is left out whole; on a
-           ///< device, synchronizes at every micro-batch, and once a window
-  ignore,  ///< the gradients are stepped with; nothing synchronizes
-};
-
-/// The directory whose newest state a `fit` goes on from: a path, or what a path is made from.
+/// What a Trainer does with a micro-batch whose loss is non-finite, and with a window whose gradients are.
 ///
-/// It brings along what reads states, so that a program that gives none does not compile that.
+/// With a loss scaler, non-finite gradients are left to it: it skips the window and lowers its scale.
+enum class OnNan {
+  stop,    ///< throws before the update, and names the batch; on a device, synchronizes once per window
+  skip,    ///< leaves out the micro-batch, or the window; on a device, synchronizes at every micro-batch and window
+  ignore,  ///< makes the update; does not synchronize
+};
+
+/// The directory from whose newest state a `fit` resumes. Converts from paths and strings.
+///
+/// Holds pointers to the functions that read states, so that programs without `.resume` do not compile them.
 class ResumeFrom {
  public:
   ResumeFrom() = default;
@@ -57,24 +57,24 @@ class ResumeFrom {
   decltype(&detail::open_state) open_ = nullptr;
 };
 
-/// When a `fit` ends, what it does about short windows and losses that are not finite, and what it goes on from.
+/// Options of `fit`: its limits, incomplete windows, non-finite losses, and the state to resume from.
 struct FitOptions {
-  std::optional<std::int64_t> epochs = {};   ///< at most so many passes over the batches; 1 if there is no other limit
-  std::optional<std::int64_t> updates = {};  ///< stop when the parameters have moved so often
-  std::optional<std::int64_t> samples = {};  ///< stop with the window after which so many have been taken
-  std::optional<std::chrono::duration<double>> time = {};  ///< the same, after so long in this call
-  Tail tail = Tail::flush;                                 ///< what becomes of a window that an epoch leaves shorter
-  OnNan on_nan = OnNan::stop;                              ///< what becomes of losses and gradients like NaN
-  bool smoke = false;           ///< one window of everything, to see that it runs; `evaluate` takes one batch meanwhile
-  ResumeFrom resume = {};       ///< go on from the newest state in this directory, if there is one; see `ga::save`
-  bool allow_changes = false;   ///< with `resume`: go on though the model, the data or settings are others
+  std::optional<std::int64_t> epochs = {};   ///< maximum number of epochs; 1 if there is no other limit
+  std::optional<std::int64_t> updates = {};  ///< maximum number of updates
+  std::optional<std::int64_t> samples = {};  ///< number of samples after which to stop, at the end of a window
+  std::optional<std::chrono::duration<double>> time = {};  ///< time in this call after which to stop, as with samples
+  Tail tail = Tail::flush;                                 ///< what to do with an epoch's last, incomplete window
+  OnNan on_nan = OnNan::stop;                              ///< what to do with non-finite losses and gradients
+  bool smoke = false;           ///< train one window and evaluate on one batch, to check that everything runs
+  ResumeFrom resume = {};       ///< resume from the newest state in this directory, if there is one; see `ga::save`
+  bool allow_changes = false;   ///< with `resume`: allow a different model, data or settings
   bool measure_memory = false;  ///< report the peak of tensor memory, by a MemoryMeter; not inside LibTorch's profiler
 
-  /// Something other than epochs may end it: without a number of epochs it goes on until then.
+  /// Returns true if there is a limit other than epochs. The number of epochs is then unlimited unless given.
   bool has_limit() const { return updates || samples || time; }
 };
 
-/// Throws where a number must not be negative, and is.
+/// Throws if a limit is negative.
 void check(const FitOptions& options);
 
 /// The progress of a `fit`.
@@ -82,40 +82,40 @@ struct FitStatus {
   using Clock = std::chrono::steady_clock;
 
   FitOptions options = {};
-  std::int64_t epoch = 0;                    ///< that runs; counted from 0, on from the last `fit`
-  std::int64_t epochs = 0;                   ///< that are over, of this `fit`
-  std::int64_t batch = 0;                    ///< taken in this epoch
-  std::optional<std::int64_t> batches = {};  ///< in an epoch; none in the first, if the range does not tell
-  std::int64_t updates = 0, skipped = 0;     ///< windows that moved the parameters, and that did not
-  std::int64_t samples = 0;                  ///< taken
-  std::int64_t nan_batches = 0;              ///< left out for a loss or gradients that are not finite
-  std::string first_nan = {};                ///< which was the first
-  bool running = false;                      ///< `fit` is at work
-  bool stopped = false;                      ///< by `Trainer::stop`
-  std::string stop_reason = {};              ///< why, where somebody said so
-  int signal = 0;                            ///< which one ended it early
-  bool together = false;                     ///< with other processes: what ends it waits until all know of it
+  std::int64_t epoch = 0;                    ///< current epoch, counted from 0 over all calls of `fit`
+  std::int64_t epochs = 0;                   ///< completed epochs of this `fit`
+  std::int64_t batch = 0;                    ///< batches of this epoch so far
+  std::optional<std::int64_t> batches = {};  ///< batches per epoch; unknown in the first if the range has no size()
+  std::int64_t updates = 0, skipped = 0;     ///< windows that made an update, and that did not
+  std::int64_t samples = 0;                  ///< samples so far
+  std::int64_t nan_batches = 0;              ///< batches left out for a non-finite loss or gradient
+  std::string first_nan = {};                ///< the first of these
+  bool running = false;                      ///< inside `fit`
+  bool stopped = false;                      ///< stopped by `Trainer::stop` or a limit
+  std::string stop_reason = {};              ///< the reason, if one was given
+  int signal = 0;                            ///< the signal that ended it early
+  bool together = false;                     ///< with several ranks: stop only after all ranks have been informed
   bool wants_stop = false;
-  bool wants_save = false, saves = false;  ///< it is time for a state: on this process, and on all
+  bool wants_save = false, saves = false;  ///< a state is due on this rank, and on all ranks
   int wants_signal = 0;
-  std::vector<Validation> validations = {};  ///< so far
-  std::string resumed_from = {};             ///< the state that it went on from
-  bool trained = false;                      ///< a window of this epoch moved, or would have but for an overflow
-  Clock::time_point start = Clock::now();    ///< moved back by what the runs took that it goes on from
-  Clock::time_point begun = Clock::now();    ///< this call of `fit`
-  std::int64_t windows = 0;                  ///< since then
-  std::int64_t at_rate_0 = 0;                ///< updates since then whose learning rates were all 0
+  std::vector<Validation> validations = {};  ///< validations so far
+  std::string resumed_from = {};             ///< the loaded state
+  bool trained = false;                      ///< this epoch had an update, or one that was skipped for an overflow
+  Clock::time_point start = Clock::now();    ///< start of this call, less the time of the runs that it resumes
+  Clock::time_point begun = Clock::now();    ///< start of this call
+  std::int64_t windows = 0;                  ///< windows in this call
+  std::int64_t at_rate_0 = 0;                ///< updates in this call with all learning rates 0
 
   double seconds() const { return std::chrono::duration<double>(Clock::now() - start).count(); }
   double seconds_of_call() const { return std::chrono::duration<double>(Clock::now() - begun).count(); }
-  /// All that was asked for is done; in the middle of an epoch, too.
+  /// Returns true if a limit is reached or the training was stopped, also within an epoch.
   bool done() const;
-  /// With other processes, when all know of it, unless each decides alike.
+  /// Stops the training. With several ranks, only after all ranks have been informed, unless all decide `alike`.
   void stop(std::string why = {}, bool alike = false) {
     (together && !alike ? wants_stop : stopped) = true;
     if (stop_reason.empty()) stop_reason = std::move(why);
   }
-  /// Stops it where `samples` or `time` says so.
+  /// Stops the training if it has reached the limit in samples or time.
   void stop_at_limits();
   void interrupt(int by) { (together ? wants_signal : signal) = by; }
   void count_window(bool moved, bool overflowed) {
@@ -125,9 +125,9 @@ struct FitStatus {
     trained = trained || moved || overflowed;
   }
   void end_epoch();
-  /// All but the options, and how it ended.
+  /// Saves or loads the progress, without the options and without a reason to stop.
   void state(Archive& archive);
-  /// How much of it is done, in [0, 1]; none while nobody can tell.
+  /// Returns the fraction of the training that is done, in [0, 1]; nullopt while it is unknown.
   std::optional<double> fraction() const;
 };
 
@@ -135,29 +135,29 @@ struct FitStatus {
 ///
 ///     std::cout << ga::Trainer(model, sgd, objective).fit(batches, {.epochs = 3});
 ///
-/// Its lines begin with `Time:`, in seconds, `Samples/second:`, `GPU memory occupied:`, `CPU memory occupied:`,
-/// `Peak tensor memory:`, `Peak resident memory:`, `Epochs:`, and, where it was so, `Stopped early:`,
-/// `Last validation, at update`, of each `Validate`, and `Note:`. 1 MB is 2^20 bytes.
+/// Its lines begin with `Time:`, in seconds, `Samples/second:`, `GPU memory occupied:`, `CPU memory occupied:`, `Peak
+/// tensor memory:`, `Peak resident memory:`, `Epochs:`, and, if they apply, `Stopped early:`, `Last validation, at
+/// update` for each `Validate`, and `Note:`. 1 MB is 2^20 bytes.
 struct FitReport {
-  std::int64_t epochs = 0, updates = 0, skipped = 0, samples = 0;  ///< skipped: windows that moved nothing
+  std::int64_t epochs = 0, updates = 0, skipped = 0, samples = 0;  ///< skipped: windows without an update
   double seconds = 0, samples_per_second = 0;
-  std::string resumed_from = {};  ///< the state that it went on from; then all numbers are those of the whole `fit`
-  std::string stopped = {};       ///< why it ended before it had gone through its epochs or updates; empty where it had
-  int signal = 0;                 ///< SIGTERM, say, if one ended it: a program then exits with 128 + signal
-  std::int64_t nan_batches = 0;   ///< left out: see `OnNan::skip`
-  std::string first_nan = {};     ///< which was the first of them
-  std::map<std::string, std::int64_t> occupied_bytes = {};  ///< at the end, by device: a GPU's by all processes
-  std::map<std::string, std::int64_t> peak_bytes = {};      ///< of this `fit`'s tensors, where measured
-  std::int64_t peak_resident_bytes = 0;                     ///< see `peak_resident_memory`; 0 where nobody tells
-  std::vector<Validation> validations = {};                 ///< in their order
-  std::vector<std::string> notes = {};  ///< sentences on what the numbers do not show, such as a learning rate of 0
+  std::string resumed_from = {};  ///< the loaded state; all numbers then include the runs before it
+  std::string stopped = {};       ///< why it stopped early; empty if it did not
+  int signal = 0;                 ///< the signal that ended it, such as SIGTERM; programs then exit with 128 + signal
+  std::int64_t nan_batches = 0;   ///< batches left out by `OnNan::skip`
+  std::string first_nan = {};     ///< the first of these
+  std::map<std::string, std::int64_t> occupied_bytes = {};  ///< at the end, by device; a GPU's by all its processes
+  std::map<std::string, std::int64_t> peak_bytes = {};      ///< by device, of tensors, with `measure_memory`
+  std::int64_t peak_resident_bytes = 0;                     ///< see `peak_resident_memory`; 0 if unknown
+  std::vector<Validation> validations = {};                 ///< in the order in which they were made
+  std::vector<std::string> notes = {};                      ///< remarks, for example on a learning rate of 0
 };
 
 std::ostream& operator<<(std::ostream& stream, const FitReport& report);
 
 namespace detail {
 
-/// All but the memory.
+/// Returns the report without the memory.
 FitReport report_of(const FitStatus& status);
 
 }  // namespace detail

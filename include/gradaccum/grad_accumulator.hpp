@@ -19,12 +19,12 @@
 #include <thread>
 
 namespace torch::optim {
-class LBFGS;  // its own header would cost 9 s a translation unit
+class LBFGS;  // its header would take 9 s per translation unit
 }
 
 namespace gradaccum {
 
-/// Options of an accumulator: how it gathers gradients, and when it steps.
+/// Options of a `GradAccumulator`.
 ///
 ///     ga::optim::AdamW adamw(model->parameters(), 1e-3);
 ///     ga::GradAccumulator optimizer(adamw, {.steps = 4, .in_backward = true});
@@ -35,23 +35,23 @@ namespace gradaccum {
 ///     }
 ///     optimizer.flush();
 ///
-/// With `in_backward` the backward that fills the window steps each parameter as soon as its gradient is there, after
-/// other hooks on it, and frees the gradient. Windows of one micro-batch then hold one gradient at a time: 12 bytes a
-/// parameter for AdamW in place of 16. The parameters equal those of the ordinary step, to the bit. Parameters that
-/// this backward does not reach, and a flushed window, are stepped when the window closes.
+/// With `in_backward` the backward pass that fills the window updates each parameter as soon as its gradient is
+/// complete, after other hooks on it, and frees the gradient. With windows of one micro-batch, AdamW then takes 12
+/// bytes per parameter instead of 16. Results are bitwise the same. Parameters that this pass does not reach, and
+/// flushed windows, are updated when the window closes.
 ///
-/// That needs an optimizer that takes gradients (`ga::optim`), and `optimizer.backward(loss)`, with the learning rate
-/// set before. Clipping, a loss scaler and `create_graph` are errors before anything moves. Reading the gradients of a
-/// full window, and a gradient that arrives twice in one pass, are errors afterwards. After an exception in that
-/// backward some parameters have moved: only a saved state restores them, `discard()` does not. If a checkpointed block
-/// reads a parameter without a gradient (`detach()`, a comparison), it may have moved when the block is recomputed.
+/// It needs an optimizer that takes gradients (`ga::optim`), and `optimizer.backward(loss)`, with the learning rate set
+/// before. Clipping, a loss scaler and `create_graph` throw before any update. Reading gradients of a full window, and
+/// a second gradient of a parameter in one pass, throw afterwards.
 ///
-/// @note Parameters are stepped some 65'000 elements at a time, so small ones wait for each other. Does not
-/// synchronize.
+/// @note Does not synchronize. Parameters are updated about 65'000 elements at a time, so small ones wait for others.
+/// After an exception in the backward pass some parameters have been updated, which only a saved state undoes, not
+/// `discard()`. A checkpointed block that reads a parameter without a gradient (`detach()`, a comparison) may read its
+/// updated value when it is recomputed.
 struct GradAccumulatorOptions {
-  Count steps = 1;                                   ///< micro-batches an update, >= 1
-  std::optional<at::ScalarType> accumulate_in = {};  ///< kFloat: sums 16-bit gradients in float32, 4 bytes each
-  bool in_backward = false;  ///< the backward that fills the window steps each parameter, and frees its gradient
+  Count steps = 1;                                   ///< micro-batches per update, >= 1
+  std::optional<at::ScalarType> accumulate_in = {};  ///< kFloat: sum 16-bit gradients in float32, 4 bytes each
+  bool in_backward = false;  ///< update parameters in the backward pass that fills the window, and free gradients
 };
 
 struct FitMemory;
@@ -68,17 +68,17 @@ class Shards;
 class Accumulator {
  public:
   Accumulator(const Accumulator&) = delete;  // an accumulator is neither copied nor wrapped by another
-  /// For functions that return an accumulator. Throws inside a window, and if code has a reference to it as a
-  /// `torch::optim::Optimizer`. The source cannot be used afterwards.
+  /// Moves an accumulator, for functions that return one. Throws inside a window, and if a reference to it as a
+  /// `torch::optim::Optimizer` was taken. The source cannot be used afterwards.
   Accumulator(Accumulator&& other);
 
-  /// Runs backward with the loss's weight, so that the window is the mean over all its items. Called once a
+  /// Runs backward with the loss's weight, so that the window is the mean over all its items. Call it once per
   /// micro-batch; a weight of 0 counts, without backward. Must not be mixed with `loss.backward()` in one window.
   void backward(Loss loss, std::optional<bool> retain_graph = {}, bool create_graph = false);
-  /// Runs backward for some parameters alone: `optimizer.backward(loss, {.inputs = generator->parameters()})`.
+  /// Runs backward for some parameters only: `optimizer.backward(loss, {.inputs = generator->parameters()})`.
   void backward(Loss loss, const BackwardOptions& options);
 
-  /// Completes a micro-batch, and closes the window after its last one. As a `bool`: true if the parameters moved.
+  /// Completes a micro-batch, and closes the window after its last one. The result converts to true after an update.
   StepResult step();
   /// Calls `closure()`, which runs backward, then `step()`. Returns the closure's loss.
   at::Tensor step(const torch::optim::Optimizer::LossClosure& closure);
@@ -87,21 +87,21 @@ class Accumulator {
   /// window if its gradients were added to since `step()`.
   void zero_grad(bool set_to_none = true);
 
-  /// Closes a shorter window, with its true mean, and clears the gradients. Does nothing if the window is empty.
+  /// Closes an incomplete window, with the mean over its items, and clears the gradients. Does nothing if it is empty.
   StepResult flush();
 
   /// Discards the window, and clears the gradients.
   void discard();
 
-  /// Clips the window to this L2 norm when it closes, by step or flush, so it may be called at every micro-batch.
-  /// `max_norm` is > 0; infinity only measures.
+  /// Clips the window to this L2 norm when `step` or `flush` closes it, so it may be called at every micro-batch.
+  /// `max_norm` is > 0; if it is infinite, the norm is only measured.
   void clip_grad_norm_(double max_norm);
   /// Clamps the elements to [-clip_value, clip_value] when the window closes, after the norm if that is clipped, too.
   void clip_grad_value_(double clip_value);
-  /// The norm of the last closed window before clipping: 0-dim float64, on the device. Throws if it was not clipped.
+  /// Returns the last closed window's norm before clipping: 0-dim float64, on the device. Throws if it was not clipped.
   const at::Tensor& grad_norm() const;
 
-  /// The window so far. Its values may be read and changed if `ready()`, after backward: all its micro-batches are in.
+  /// Returns the current window. Its values may be read and changed if `ready()`, after backward.
   Gradients gradients();
 
   /// The window as a part of a training state, between two micro-batches; see `OptimizerState`.
@@ -112,20 +112,20 @@ class Accumulator {
   };
   NamedWindow named_window(const torch::nn::Module& module);
 
-  bool ready() const;                  ///< the next `step()` closes the window
+  bool ready() const;                  ///< true if the next `step()` closes the window
   std::int64_t micro_steps() const;    ///< micro-batches completed in this window
-  std::int64_t updates() const;        ///< the number of steps that moved the parameters, or were left to a device
-  void set_steps(std::int64_t steps);  ///< from the next window on
+  std::int64_t updates() const;        ///< number of updates, including steps that were left to a device
+  void set_steps(std::int64_t steps);  ///< takes effect from the next window on
   bool others_continue();
 
-  /// `Wrapping 'SGD' optimizer with gradient accumulation of 4 steps`
+  /// Returns `Wrapping 'SGD' optimizer with gradient accumulation of 4 steps`, for example.
   std::string description() const;
 
  protected:
   Accumulator(std::unique_ptr<detail::AnyOptimizer> optimizer, const GradAccumulatorOptions& options);
   ~Accumulator();
 
-  /// Passes on to the wrapped optimizer what was set through a `torch::optim::Optimizer&`.
+  /// Passes options and groups that were set through a `torch::optim::Optimizer&` to the wrapped optimizer.
   void synchronize() const;
   void check_can_be_saved() const;
   torch::optim::Optimizer& facade_of(torch::optim::Optimizer& wrapped);
@@ -136,12 +136,13 @@ class Accumulator {
   template <class Optimizer>
   friend class OptimizerState;
 
-  /// Keeps other threads out of a call, by an error. `begins`: also where a micro-batch of another thread is in hand.
+  /// Locks the accumulator for a call; throws if another thread is in one. With `begins`, also throws if another thread
+  /// has a pending micro-batch.
   std::unique_lock<std::recursive_mutex> turn(bool begins);
   void check_can_clip() const;
-  /// Sums each window over these processes when it closes.
+  /// Sums each window over these ranks when it closes.
   void set_peers(std::shared_ptr<detail::Communicator> peers);
-  /// The shards of the optimizer's state; nullptr if it is not sharded.
+  /// Returns the shards of the optimizer's state; nullptr if it is not sharded.
   std::shared_ptr<detail::Shards> shards() const;
   void refresh_parameters();
   /// Clips the window, if requested, and steps with it.
@@ -159,7 +160,7 @@ class Accumulator {
   std::thread::id in_hand_of_;  // the thread between its backward and its step, if any
 };
 
-/// A drop-in for the optimizer it wraps, which moves the parameters on every `steps`-th call of `step()`.
+/// A drop-in for the optimizer it wraps, which updates the parameters on every `steps`-th call of `step()`.
 ///
 ///     ga::GradAccumulator optimizer(sgd, {.steps = 4});
 ///     for (auto& batch : batches) {
@@ -170,18 +171,18 @@ class Accumulator {
 ///     }
 ///     optimizer.flush();
 ///
-/// Gradients are the mean over the window, as of one large batch, also for a shorter, last window. `.grad` holds the
-/// sum until the window closes: a loop that clips calls `optimizer.clip_grad_norm_`, and other code that reads
-/// gradients goes inside `if (optimizer.ready()) { optimizer.gradients().apply(); … }`, after backward.
+/// Gradients are the mean over the window, as of one large batch, also for an incomplete last window. `.grad` holds the
+/// sum until the window closes: to clip, call `optimizer.clip_grad_norm_`, and put other code that reads gradients into
+/// `if (optimizer.ready()) { optimizer.gradients().apply(); … }`, after backward.
 ///
 /// A micro-batch is one `backward()` of the accumulator, or one `step()` without it. An accumulator converts to a
-/// `torch::optim::Optimizer&`, as LibTorch's schedulers take it.
+/// `torch::optim::Optimizer&`, which LibTorch's schedulers take.
 ///
-/// The wrapped optimizer must outlive the accumulator. Its options, state and saved files stay its own.
+/// The wrapped optimizer must outlive the accumulator. It keeps its options, state and saved files.
 ///
-/// Threads take turns: each holds one lock from its backward to `zero_grad()`. Two at once are an error.
+/// Threads take turns: a thread uses the accumulator alone from its backward to `zero_grad()`, and others throw.
 ///
-/// @note Does not synchronize, apart from a 4-byte read a window with a loss scaler.
+/// @note Does not synchronize, except for a 4-byte read per window with a loss scaler.
 template <class Optimizer>
 class GradAccumulator : public Accumulator {
   static_assert(!accumulating<Optimizer>,
@@ -213,11 +214,11 @@ class GradAccumulator : public Accumulator {
   auto& param_groups() { return optimizer().param_groups(); }
   void add_param_group(const torch::optim::OptimizerParamGroup& group) { optimizer().add_param_group(group); }
 
-  /// For code that takes an optimizer by reference. Its groups have the parameters; its `step` counts, steps and then
-  /// clears; its `zero_grad` takes nothing from a window. Options (of a user-made class, the learning rate) and groups
-  /// that are set through it, save and load reach the wrapped optimizer. Its `state()` is empty: use `optimizer()`.
-  /// Windows that it steps keep their sums apart from `.grad`, 4 bytes a parameter in float32. Saving throws inside a
-  /// window.
+  /// Converts to LibTorch's base class, for code that takes an optimizer by reference. Its `step` counts micro-batches,
+  /// updates and then clears; its `zero_grad` does not change a window. Options (of custom classes, the learning rate)
+  /// and groups that are set through it, and save and load, reach the wrapped optimizer. Its `state()` is empty: use
+  /// `optimizer()`. Windows that it steps keep their sums separate from `.grad`, which takes 4 bytes per parameter in
+  /// float32. Saving throws inside a window.
   operator torch::optim::Optimizer&()  // NOLINT(google-explicit-constructor): a drop-in
       requires std::derived_from<Optimizer, torch::optim::Optimizer> {
     return facade_of(optimizer_);
@@ -228,7 +229,7 @@ class GradAccumulator : public Accumulator {
     synchronize();
     return optimizer_;
   }
-  /// Calls the functions of the wrapped optimizer, as `torch::save` and `torch::load` call them.
+  /// Saves the wrapped optimizer. `torch::save` and `torch::load` call these functions.
   void save(torch::serialize::OutputArchive& archive) const {
     static_cast<const torch::optim::Optimizer&>(*this).save(archive);
   }

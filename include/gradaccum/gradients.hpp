@@ -25,7 +25,7 @@ struct Multiplier;
 class WindowGradients;
 }  // namespace detail
 
-/// Collects the factors that gradients, or the seed of a backward pass, are still to be multiplied by.
+/// Collects deferred factors of gradients, or of the seed of a backward pass.
 ///
 ///     ga::Gradients gradients(model->parameters());
 ///     torch::mse_loss(model->forward(x), y).mul(65536.0).backward();
@@ -34,10 +34,10 @@ class WindowGradients;
 ///     gradients.apply();                                   // one pass for all factors
 ///     sgd.step();
 ///
-/// A factor is written but not read, so no writer depends on another, and any order of writers gives the same bits:
-/// multipliers and divisors are kept apart, sorted before they are joined, and divided once.
+/// A factor is written but not read, so no writer depends on another, and any order of writers gives bitwise the same
+/// product: multipliers and divisors are stored separately, sorted before they are multiplied, and divided once.
 ///
-/// @note Does not synchronize. A CPU tensor is read at once; a device tensor is copied on the device.
+/// @note Does not synchronize. A CPU tensor is read immediately; a device tensor is copied on the device.
 class Factor {
  public:
   void multiply(double by) { multipliers_.push_back(by); }
@@ -50,11 +50,11 @@ class Factor {
   /// Like `require_finite()`, but lets an optimizer that can skip the step on the device do so: the host does not wait.
   void require_finite_on_device() { finiteness_ = std::max(finiteness_, Finiteness::required_on_device); }
 
-  /// Returns the whole product, for code that applies it; a writer has no use for it.
+  /// Returns the whole product, for code that applies it.
   friend detail::Multiplier product_of(const Factor& factor);
   friend bool finite_required(const Factor& factor) { return factor.finiteness_ != Finiteness::any; }
   friend bool may_stay_on_device(const Factor& factor) { return factor.finiteness_ == Finiteness::required_on_device; }
-  /// Returns a factor with the requirement alone, once the rest has been applied.
+  /// Returns a factor with the requirement only, once the rest has been applied.
   friend Factor requirement_of(const Factor& factor);
 
  private:
@@ -73,7 +73,7 @@ class Factor {
   Finiteness finiteness_ = Finiteness::any;
 };
 
-/// The gradients of one window, and the factor that they are still to be multiplied by.
+/// The gradients of one window, and their deferred factor.
 ///
 ///     ga::GradAccumulator optimizer(sgd, {.steps = 4});
 ///     for (auto& batch : batches) {
@@ -84,75 +84,75 @@ class Factor {
 ///       optimizer.zero_grad();
 ///     }
 ///
-/// Loss scaling, clipping and the mean over a window and over ranks all multiply the same gradients. Here each is a
-/// `factor()`, and all are applied in one pass: by an optimizer that takes `Gradients` inside its own, for any other by
+/// Loss scaling, clipping and the mean over a window and over ranks all multiply the gradients. `factor()` collects
+/// them, and they are applied in one pass: by an optimizer that takes `Gradients` in its step, for any other by
 /// `apply()` before its step.
 ///
-/// A handle: copies refer to the same window, and are `closed()` with it. Made from a list of parameters, it is a
-/// window of one batch. Parameters may be of any dtype, on several devices, shared or frozen; gradients may be dense,
-/// sparse (COO) or undefined.
+/// A handle: copies refer to the same window, and are `closed()` with it. An object that is constructed from parameters
+/// is a window of one batch. Parameters may be of any dtype, on several devices, shared or frozen; gradients may be
+/// dense, sparse (COO) or undefined.
 ///
-/// @note Only `overflowed()` synchronizes, apart from reading a returned tensor. (With parameters on the CPU
-/// and on a device, a factor that is known only on the device is waited for.) With sharded parameters, norms and
-/// overflows are exchanged with the other ranks.
+/// @note Only `overflowed()` and reading returned tensors synchronize; with parameters on the CPU and on a device, also
+/// a factor that only the device knows. With sharded parameters, norms and overflows are exchanged between ranks.
 class Gradients {
  public:
   explicit Gradients(const std::vector<at::Tensor>& parameters);
 
-  /// The factor that all gradients are still to be multiplied by. Deferred, and write-only.
+  /// Returns the deferred, write-only factor of all gradients.
   Factor& factor();
 
-  /// The sum of the weights of the window's micro-batches so far, on this rank; 1 for a micro-batch without a weight.
+  /// Returns the sum of the weights of the window's micro-batches so far, on this rank. The default weight is 1.
   double items() const;
 
-  /// The parameters that have a gradient, in the order of `raw()` and `values()`.
+  /// Returns the parameters that have a gradient, in the order of `raw()` and `values()`.
   std::vector<at::Tensor> parameters() const;
 
-  /// The gradients as they lie in memory, not multiplied yet: `.grad`, or the sums that are kept apart from it.
-  /// For optimizers, which multiply by `multiplier(device)` themselves.
+  /// Returns the gradients in memory, before multiplication: `.grad`, or sums that are stored separately. For
+  /// optimizers, which multiply by `multiplier(device)` themselves.
   std::vector<at::Tensor> raw() const;
 
-  /// The `.grad` of each parameter in its true size, to be read and changed. Applies the factor first, and throws
-  /// inside a window that is not complete.
+  /// Returns the `.grad` of each parameter after applying the factor, to read and change. Throws inside an incomplete
+  /// window.
   std::vector<at::Tensor> values();
 
-  /// The number that `raw()` is still to be multiplied by, 0-dim float64: the factor and the mean over the window.
+  /// Returns the number by which `raw()` must be multiplied, 0-dim float64: the factor and the mean over the window.
   at::Tensor multiplier(at::Device device) const;
 
-  /// L2 norm of the gradients in their true size, 0-dim float64; duplicates in a sparse gradient count as their sum.
-  /// Kept until a gradient changes.
+  /// Returns the L2 norm of the multiplied gradients, 0-dim float64; duplicates in a sparse gradient count as their
+  /// sum. Cached until a gradient changes.
   at::Tensor norm();
 
-  /// The `norm()` before `clip_grad_norm_` clipped these gradients; undefined if they were not clipped.
+  /// Returns the `norm()` before `clip_grad_norm_` clipped these gradients; undefined if they were not clipped.
   const at::Tensor& norm_before_clipping() const;
-  /// For functions that clip.
+  /// Sets `norm_before_clipping()`, for functions that clip.
   void set_norm_before_clipping(at::Tensor norm);
 
   /// Returns 1 if an element is inf or NaN, else 0: 0-dim float32. Finite numbers whose squares overflow are finite.
   at::Tensor found_inf();
 
-  /// True if the step is to be taken only with finite gradients, as a loss scaler requires.
+  /// Returns true if the step requires finite gradients, as with a loss scaler.
   bool finite_required() const;
-  /// True if finite gradients are required and the optimizer may skip the step on the device, by `judge_on_device()`.
+  /// Returns true if finite gradients are required and the optimizer may skip the step on the device, by
+  /// `judge_on_device()`.
   bool may_be_judged_on_device() const;
 
-  /// True if the step must be skipped: gradients are required to be finite, and are not. Reads 4 bytes from the device,
-  /// and waits for them, on the first call in a window.
+  /// Returns true if the step must be skipped, because finite gradients are required and they are not. Reads 4 bytes
+  /// from the device on the first call in a window.
   bool overflowed();
-  /// Returns `found_inf()`, for a step that the device skips by itself, in place of `overflowed()`.
+  /// Returns `found_inf()`, for a step that the device skips, in place of `overflowed()`.
   at::Tensor judge_on_device();
-  /// True if `overflowed()` or `judge_on_device()` was called, so a step was about to be taken.
+  /// Returns true if `overflowed()` or `judge_on_device()` was called, which a step does first.
   bool judged() const;
-  bool judged_on_device() const;  ///< by `judge_on_device()`, and the host has not read the result since
+  bool judged_on_device() const;  ///< true after `judge_on_device()`, until the host has read the result
 
-  /// Multiplies the gradients by the factor, and moves sums that are kept apart to `.grad`. A second call does nothing.
+  /// Multiplies the gradients by the factor, and moves separate sums to `.grad`. A second call does nothing.
   void apply();
 
-  /// True once the window was stepped, skipped or discarded. Then `items()` still answers, and so do `norm()` and
-  /// `found_inf()` if they did before; the gradients no longer belong to the window.
+  /// Returns true once the window was stepped, skipped or discarded. `items()` is still valid then, and so are `norm()`
+  /// and `found_inf()` if they were called before; the gradients no longer belong to the window.
   bool closed() const;
 
-  /// Returns `multiplier` in its parts: the part that is known on the host needs no device.
+  /// Returns `multiplier` in its parts: the part that the host knows needs no device.
   friend detail::Multiplier product_of(const Gradients& gradients);
   friend at::Tensor clip_grad_norm_(Gradients gradients, double max_norm);
 
@@ -165,11 +165,11 @@ class Gradients {
   std::shared_ptr<detail::WindowGradients> window_;
 };
 
-/// Options of a backward pass, as `torch::Tensor::backward` takes them.
+/// Options of a backward pass, like the arguments of `torch::Tensor::backward`.
 struct BackwardOptions {
-  std::optional<bool> retain_graph = {};  ///< keeps the graph for another pass; as `create_graph` if not given
-  bool create_graph = false;              ///< allows gradients of gradients
-  std::vector<at::Tensor> inputs = {};    ///< only these get gradients; if empty, all that the loss depends on
+  std::optional<bool> retain_graph = {};  ///< keep the graph for another pass; by default equal to `create_graph`
+  bool create_graph = false;              ///< allow gradients of gradients
+  std::vector<at::Tensor> inputs = {};    ///< tensors that get gradients; if empty, all that the loss depends on
 };
 
 /// A mean loss and the number of items that it averages, so that a window is the mean over *all items*.
@@ -181,8 +181,8 @@ struct BackwardOptions {
 ///       optimizer.zero_grad();
 ///     }
 ///
-/// A mean of means differs from that mean if micro-batches hold different numbers of valid tokens. The weight enters as
-/// the seed of backward, so the loss that the user prints stays as it is.
+/// The mean of the micro-batches' means differs from this mean if they have different numbers of valid tokens. The
+/// weight multiplies the seed of backward, so `mean` itself is unchanged.
 ///
 /// `mean`: one element, of any floating dtype. `items`: any arithmetic type, finite and >= 0; 0 skips backward.
 ///
@@ -191,7 +191,7 @@ struct BackwardOptions {
 struct Loss {
   at::Tensor mean;
   double items = 1.0;
-  Factor seed = {};                     ///< the start of backward; loss scales and weights multiply it
+  Factor seed = {};                     ///< factor of the gradient that backward starts with, such as a loss scale
   at::Tensor output = {}, target = {};  ///< the model's output and the target, for metrics
 
   Loss(at::Tensor loss) : mean(std::move(loss)) {}  // NOLINT(google-explicit-constructor): a tensor is a loss
@@ -221,11 +221,11 @@ struct Loss {
     return 0;
   }
 
-  // Adds the gradients of a `CompiledStep` or `GraphedStep` in place of backward. Returns false if that has to run.
+  // Adds the gradients of a `CompiledStep` or `GraphedStep`. Returns false if backward must run instead.
   std::function<bool(const at::Tensor& loss, const detail::Multiplier& by)> ready_ = {};
 };
 
-/// Counts the micro-batches of a window and their weights. Has nothing to do with tensors.
+/// Counts the micro-batches of a window and their weights, without tensors.
 ///
 ///     ga::Window window(4);
 ///     for (auto& batch : batches) {
@@ -233,7 +233,7 @@ struct Loss {
 ///       if (window.full()) window.restart();       // after the step: mean = sum · first_weight() / total_weight()
 ///     }
 ///
-/// Weights enter backward relative to the window's first one, which keeps the magnitude of 16-bit gradients.
+/// Weights are used relative to the window's first one, which keeps the magnitude of 16-bit gradients.
 class Window {
  public:
   explicit Window(std::int64_t steps = 1) : steps_(checked(steps)), next_steps_(steps) {}
@@ -248,9 +248,9 @@ class Window {
   double first_weight() const { return first_weight_; }  ///< the first nonzero weight, or 0
   double total_weight() const { return total_weight_; }
 
-  /// Sets the steps from the next window on, or of this one if it has no micro-batch yet.
+  /// Sets the steps from the next window on, or from this one if it has no micro-batch yet.
   void set_steps(std::int64_t steps);
-  /// Sets the steps of this window alone, at any time.
+  /// Sets the steps of this window only, at any time.
   void set_steps_of_this(std::int64_t steps) { steps_ = checked(steps); }
   void restart() { *this = Window(next_steps_); }
 
@@ -264,8 +264,8 @@ class Window {
   double first_weight_ = 0, total_weight_ = 0;
 };
 
-/// The result of an accumulator's `step()` or `flush()`. As a `bool`: true if parameters moved, or may have on a
-/// device.
+/// The result of an accumulator's `step()` or `flush()`. Converts to true if parameters were updated, or a device
+/// decides it.
 ///
 ///     ga::GradAccumulator optimizer(sgd, {.steps = 4});
 ///     int skipped = 0;
@@ -279,10 +279,10 @@ class StepResult {
   /// Its enumerators are `ga::StepResult::stepped` and so on.
   enum class Kind {
     accumulated,    ///< the window is still open
-    empty,          ///< closed without weight or gradients, so there was nothing to step with
-    skipped,        ///< closed and skipped: the gradients had to be finite, and are not
-    stepped,        ///< the parameters moved
-    left_to_device  ///< the device skips the step if gradients are not finite, unknown to the host
+    empty,          ///< closed without weight or gradients, so without an update
+    skipped,        ///< closed and skipped, since finite gradients were required and they are not
+    stepped,        ///< closed with an update of the parameters
+    left_to_device  ///< closed; the device skips the update if gradients are not finite, and the host does not wait
   };
   using enum Kind;
 
@@ -297,8 +297,7 @@ class StepResult {
   Kind kind_;
 };
 
-/// Steps the parameters that it owns, and clears their gradients: every `torch::optim::Optimizer` that needs no
-/// closure, and a `GradAccumulator`.
+/// An optimizer: every `torch::optim::Optimizer` that needs no closure, a `GradAccumulator`, and custom classes.
 template <class O>
 concept optimizer = requires(O& o) {
   o.step();
@@ -306,30 +305,30 @@ concept optimizer = requires(O& o) {
   o.param_groups();
 };
 
-/// The base of an optimizer that multiplies by the deferred factor in its own pass, beside `torch::optim::Optimizer`:
-/// it is then also found behind a `torch::optim::Optimizer&`.
+/// The second base class, next to `torch::optim::Optimizer`, of an optimizer that applies the deferred factor in its
+/// step. It is then also found through a `torch::optim::Optimizer&`.
 ///
-/// `step(Gradients)` reads `raw()`, never `.grad`, and leaves the gradients as they are. If they were required to be
-/// finite and are not, it moves nothing.
+/// `step(Gradients)` reads `raw()`, never `.grad`, and does not change the gradients. If they are required to be finite
+/// and are not, it makes no update.
 struct TakesGradients {
   virtual void step(Gradients gradients) = 0;
   /// Returns true if `step` leaves it to the device to check for finite gradients and to skip the step
   /// (`Gradients::judge_on_device`).
   virtual bool judges_on_device(const Gradients&) const { return false; }
-  /// Returns true if the step of an element depends on no other, so that a process may step a part of a parameter.
-  /// Parts are flat, and begin at a multiple of 4096 elements. `step` then gets the gradients of this process's parts,
-  /// and their `norm()` is not the norm of the whole.
+  /// Returns true if the step of an element depends on no other, so that a rank may step a part of a parameter. Parts
+  /// are flat, and begin at a multiple of 4096 elements. `step` then receives the gradients of this rank's parts, and
+  /// their `norm()` is not the norm over all parts.
   virtual bool steps_by_elements() const { return false; }
   virtual ~TakesGradients() = default;
 };
 
-/// An optimizer that multiplies by the deferred factor in its own pass.
+/// An optimizer that applies the deferred factor in its step.
 template <class O>
 concept takes_gradients = optimizer<O> && requires(O& o, Gradients g) {
   o.step(g);
 };
 
-/// An optimizer that moves the parameters on some calls of `step()` only.
+/// An optimizer that updates the parameters on some calls of `step()` only.
 template <class O>
 concept accumulating = optimizer<O> && requires(O& o) {
   { o.ready() } -> std::same_as<bool>;
@@ -357,32 +356,31 @@ std::vector<at::Tensor> parameters_of(O& optimizer) {
 ///     }
 ///     optimizer.step();
 ///
-/// The factor is min(1, max_norm / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_. `max_norm` is > 0; infinity
-/// only measures. A norm of NaN makes the gradients NaN, as in PyTorch.
+/// The factor is min(1, max_norm / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_. `max_norm` is > 0; if it is
+/// infinite, the norm is only measured. A norm of NaN makes the gradients NaN, as in PyTorch.
 ///
 /// @note Does not synchronize.
 at::Tensor clip_grad_norm_(Gradients gradients, double max_norm);
 
-/// torch.nn.utils.clip_grad_norm_ without synchronizing: clips the gradients of `parameters` in place. Returns their
-/// `norm_type`-norm (> 0, or infinity) before, 0-dim float64.
+/// Clips the gradients of `parameters` in place, like torch.nn.utils.clip_grad_norm_ but without synchronizing. Returns
+/// their `norm_type`-norm (> 0, or infinity) before, 0-dim float64.
 ///
 ///     torch::mse_loss(model->forward(x), y).backward();
 ///     at::Tensor norm = ga::clip_grad_norm_(model->parameters(), 1.0);
 ///     sgd.step();
 ///
-/// Unlike LibTorch's own, takes parameters on several devices, sparse gradients, and shared parameters, which count
-/// once. In a loop with a GradAccumulator, call the accumulator's `clip_grad_norm_`: this one would clip an unfinished
-/// sum, which is an error.
+/// Unlike LibTorch's, takes parameters on several devices, sparse gradients, and shared parameters, which count once.
+/// In a loop with a GradAccumulator, call the accumulator's `clip_grad_norm_`: this function throws, since it would
+/// clip an incomplete sum.
 ///
 /// @note Synchronizes with the device only with `error_if_nonfinite`, which throws before anything is clipped.
 at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type = 2.0,
                            bool error_if_nonfinite = false);
 
-/// Clamps every element of a window's gradients, in their true size, to [-clip_value, clip_value], at once. Does not
-/// synchronize.
+/// Applies the deferred factor, and clamps a window's gradients to [-clip_value, clip_value]. Does not synchronize.
 void clip_grad_value_(Gradients gradients, double clip_value);
 
-/// torch.nn.utils.clip_grad_value_, also for sparse gradients and shared parameters.
+/// Clamps gradients like torch.nn.utils.clip_grad_value_, also sparse ones and gradients of shared parameters.
 void clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_value);
 
 }  // namespace gradaccum

@@ -18,14 +18,14 @@ namespace gradaccum {
 
 /// Options for `GraphedStep`.
 struct GraphedStepOptions {
-  std::int64_t graphs = 32;  ///< the most layouts of batches that are captured at a time, at least 1
+  std::int64_t graphs = 32;  ///< maximum number of layouts of batches captured at the same time, >= 1
 };
 
 /// The numbers of steps that a `GraphedStep` replayed and ran eagerly, with reasons. Printable.
 struct GraphedStepReport {
   std::int64_t replayed = 0, eager = 0;
-  std::int64_t captured = 0;                           ///< how often a layout was captured
-  std::int64_t bytes = 0;                              ///< about what the graphs hold of the device, with batches
+  std::int64_t captured = 0;                           ///< number of captures
+  std::int64_t bytes = 0;                              ///< device memory of the graphs and their batches, about
   std::map<std::string, std::int64_t> why_eager = {};  ///< counts by reason
 };
 std::ostream& operator<<(std::ostream& stream, const GraphedStepReport& report);
@@ -37,8 +37,8 @@ std::shared_ptr<RecordedSteps<GraphedStepReport>> capture_steps(torch::nn::Modul
 
 }  // namespace detail
 
-/// An objective whose forward and backward are captured as CUDA graphs: the host launches two graphs for each batch in
-/// place of hundreds of kernels.
+/// Captures an objective's forward and backward as CUDA graphs: the host launches two graphs per batch in place of
+/// hundreds of kernels.
 ///
 ///     auto objective = [](auto& net, auto& batch) {
 ///       return ga::Loss{torch::cross_entropy_loss(net->forward(batch.data), batch.target), batch.data.size(0)};
@@ -51,30 +51,24 @@ std::shared_ptr<RecordedSteps<GraphedStepReport>> capture_steps(torch::nn::Modul
 ///     }
 ///     std::cout << step.report();
 ///
-/// Returns the result of the objective, a Tensor or a `ga::Loss`, for `loss.backward()`, `ga::GradAccumulator` or
-/// `ga::AmpScaler`. As `step(model, batch)`, it replaces the objective of a `ga::Trainer`. The first batch of a layout
-/// (dtypes and shapes, training or evaluation, autocast) is captured without a trace: parameters, gradients, buffers
-/// and random numbers stay as they are. Losses, gradients, buffers and random numbers are then those of the objective.
+/// Returns the objective's result, a Tensor or a `ga::Loss`, for `loss.backward()`, `ga::GradAccumulator` or
+/// `ga::AmpScaler`; as `step(model, batch)` it replaces the objective of a `ga::Trainer`. Losses, gradients, buffers
+/// and random numbers are the objective's. The model must outlive the step. Copies are the same step, which one thread
+/// at a time may use. `retain_graph` and `create_graph` are not supported.
 ///
-/// Captured are operations with their arguments: numbers that the objective computes in C++ stay as they were for that
-/// batch, unless they follow from the layout. So the first two batches of a layout also run by the objective, and a
-/// `c10::Error` names what differs beyond rounding. An error names what cannot be captured, too: `item()` and whatever
-/// else synchronizes, copies from the CPU, and tensors with gradients that are not the model's. Some tensors of
-/// the batch may be on the CPU, as the lengths of sequences are; objectives that read them have a graph for the first
-/// values of a layout alone. Gradients of a `ga::Loss` are added in one pass,
-/// unless a hook waits for them.
+/// Capturing. The first batch of a layout (dtypes, shapes and modes) is captured. Numbers that the objective computes
+/// in C++ become constants, so it also runs for the first two batches, and a `c10::Error` is thrown if results differ
+/// by more than rounding, for `item()` and other synchronization, for copies from the CPU, and for other tensors with
+/// gradients than the model's. Without a graph the objective runs itself; `report()` counts the reasons.
 ///
-/// Runs the objective itself where there is no graph, and counts the reasons in `report()`: for a model or a batch on a
-/// CPU or on another device, for other values on the CPU if it reads them, while the loss before has not been backward
-/// yet, and for layouts beyond `.graphs`, of which those used most have the graphs. Parameters and buffers that got
-/// other memory, or were frozen, are captured anew: at every step, if they move at every step.
-///
-/// The model must outlive the step. Copies are the same step; one thread at a time may use it. `retain_graph` and
-/// `create_graph` are not supported.
-///
-/// @note Needs LibTorch 2.15, or CUDA's headers with an older one, where an error in a capture leaves the device's
-/// random numbers unusable. All graphs share one pool of memory, which holds what the largest needs (`bytes` of the
-/// report, with their batches). While one is captured and checked, the objective needs its own memory beside it.
+/// @note Needs LibTorch 2.15, or CUDA's headers with an older one, where an error in a capture makes the device's
+/// random numbers unusable. All graphs share one memory pool, as large as the largest needs (`bytes` of the report,
+/// with their batches); during a capture and its check the objective needs memory in addition. Falls back to the
+/// objective for models or batches on the CPU or another device, while the previous loss has had no backward pass, and
+/// for layouts beyond `.graphs`, of which the most used have graphs. Single tensors of a batch may be on the CPU, such
+/// as lengths of sequences; if the objective reads them, the graph is for the first values only. Captures again if
+/// parameters or buffers get other memory or are frozen: at every step, if that happens at every step. Gradients of a
+/// `ga::Loss` are added in one pass, unless a hook waits for them.
 template <class Model, class Objective>
 class GraphedStep : public ObjectiveStep<Model, Objective, GraphedStepReport> {
  public:

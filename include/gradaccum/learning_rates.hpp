@@ -24,11 +24,11 @@ namespace gradaccum {
 ///       optimizer.zero_grad();
 ///     }
 ///
-/// Groups keep the ratios of their rates to the first group's at construction, so construct this before a rate is set
-/// or loaded. A group added later counts as if it had been there from the start. If all rates were 0, all groups get
-/// the same. The optimizer has `param_groups()`, like LibTorch's and a GradAccumulator, and must outlive this object.
-/// Throws, before anything has changed, if options cannot get or set their rate, or if the first rate, but not every
-/// one, is 0.
+/// Groups keep the ratios of their rates to the first group's at construction, so construct this object before a rate
+/// is set or loaded. A group added later counts as if it had existed then. If all rates were 0, all groups get the
+/// same. The optimizer needs `param_groups()`, as LibTorch's and a GradAccumulator have, and must outlive this object.
+/// Throws, before anything has changed, if options cannot get or set their rate, or if the first rate is 0 and another
+/// is not.
 ///
 /// @note Does not synchronize.
 class LearningRates {
@@ -89,7 +89,7 @@ struct Constant {
 ///     ga::LearningRates rates(optimizer);
 ///     rates.set(cosine(optimizer.updates()));
 ///
-/// The warm-up and the errors are those of `Constant`.
+/// The warm-up and the errors are the same as for `Constant`.
 struct Cosine {
   double peak = 0;                   ///< > 0
   std::int64_t warmup = 0;           ///< updates, at most `total`
@@ -106,7 +106,7 @@ struct Cosine {
 ///     ga::LearningRates rates(optimizer);
 ///     rates.set(linear(optimizer.updates()));
 ///
-/// The warm-up and the errors are those of `Constant`.
+/// The warm-up and the errors are the same as for `Constant`.
 struct Linear {
   double peak = 0;                   ///< > 0
   std::int64_t warmup = 0;           ///< updates, at most `total`
@@ -126,8 +126,8 @@ enum class Decay { linear, cosine, one_minus_sqrt };
 ///     ga::LearningRates rates(optimizer);
 ///     rates.set(wsd(optimizer.updates()));
 ///
-/// The rate before the decay does not depend on `total`, so a run can be extended. The warm-up and the errors are those
-/// of `Constant`.
+/// The rate before the decay does not depend on `total`, so a run can be extended. The warm-up and the errors are the
+/// same as for `Constant`.
 struct WarmupStableDecay {
   double peak = 0;                   ///< > 0
   std::int64_t warmup = 0;           ///< updates

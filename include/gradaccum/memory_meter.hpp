@@ -31,15 +31,13 @@ inline constexpr std::int64_t MiB = std::int64_t{1} << 20, GiB = std::int64_t{1}
 ///     loss.backward();
 ///     std::cout << "peak: " << meter.peak_bytes() << " bytes\n";
 ///
-/// It reads what LibTorch's allocators report to this thread, the threads of its backward passes, and every thread to
-/// which an `at::ThreadLocalState` carries it: the requested size on the CPU, and as rounded by the caching allocator
-/// on CUDA. Meters nest. Workspaces that libraries get from the same allocators count, too: cuBLAS keeps one from the
-/// first matrix product of each thread on, 32 MiB on an H100. To count tensors alone, run one micro-batch, forward and
-/// backward, before the scope.
+/// Counts allocations of this thread, the threads of its backward passes, and threads to which an
+/// `at::ThreadLocalState` carries the meter: by the requested size on the CPU, and as rounded by the caching allocator
+/// on CUDA. Meters nest. Workspaces of libraries count, too: cuBLAS allocates one at the first matrix product of each
+/// thread, 32 MiB on an H100. To count tensors only, run one micro-batch, forward and backward, before the scope.
 ///
-/// Memory allocated before the scope does not count, even if it is freed within. (On the CPU, LibTorch itself then
-/// prints a warning about a "memory block of unknown size".) A block that is freed on a thread outside the scope stays
-/// counted until its address is reused.
+/// Memory allocated before the scope does not count, even if it is freed within; LibTorch then warns of a "memory block
+/// of unknown size" on the CPU. A block that is freed on a thread outside the scope counts until its address is reused.
 ///
 /// @note Takes a lock for each allocation. Does not synchronize. Throws inside LibTorch's profiler on the same
 /// thread, as that does inside a meter: both use the same slot.
@@ -57,10 +55,10 @@ class MemoryMeter {
   std::int64_t peak_bytes() const;
   std::int64_t peak_bytes(c10::Device device) const;
 
-  /// Resets the peak to what is held now.
+  /// Resets the peak to `live_bytes`.
   void reset_peak();
 
-  /// Returns true if a meter can start here: LibTorch's profiler is not active on this thread.
+  /// Returns true if a meter can start: LibTorch's profiler must not be active on this thread.
   static bool possible();
 
  private:
@@ -68,8 +66,8 @@ class MemoryMeter {
   c10::DebugInfoGuard guard_;
 };
 
-/// Returns the peak resident memory of this process in bytes, with program, libraries and mapped files, as Python's
-/// `resource.getrusage(RUSAGE_SELF).ru_maxrss`; nullopt if the system does not report it (Linux's VmHWM).
+/// Returns the peak resident memory of this process in bytes, with program, libraries and mapped files, like Python's
+/// `resource.getrusage(RUSAGE_SELF).ru_maxrss`. Returns nullopt if the system does not report it as Linux's VmHWM.
 std::optional<std::int64_t> peak_resident_memory();
 
 /// The bytes held by the tensors of a training, by purpose.
@@ -81,11 +79,11 @@ std::optional<std::int64_t> peak_resident_memory();
 ///     const ga::MemoryByKind bytes = trainer.memory_by_kind();
 ///     std::cout << bytes.parameters << " + " << bytes.optimizer_state << '\n';
 ///
-/// Each storage counts in full and once, as the first of these kinds that one of its tensors has. A sparse tensor
-/// counts with its indices and values, as does state that is kept by rows.
+/// Each storage counts once and in full, for the first of these kinds that one of its tensors has. Sparse tensors count
+/// by their indices and values, and so does optimizer state that is kept by rows.
 struct MemoryByKind {
-  std::int64_t parameters = 0;       ///< and buffers
-  std::int64_t optimizer_state = 0;  ///< LibTorch's optimizers and ours; others' state counts as rest
+  std::int64_t parameters = 0;       ///< parameters and buffers
+  std::int64_t optimizer_state = 0;  ///< of LibTorch's and this library's optimizers; of others it counts as rest
   std::int64_t gradients = 0;        ///< `.grad`, and a window's separate sums
   std::int64_t activations = 0;      ///< tensors saved by forward for backward; known only if measured
   std::int64_t state_copy = 0;       ///< host memory of `SaveState`, for the state that a thread writes
@@ -95,13 +93,12 @@ struct MemoryByKind {
   bool operator==(const MemoryByKind&) const = default;
 };
 
-/// The plan of `FitMemory`: how many rows run at once, and their memory beyond what was held before an update:
-/// activations, and the gradients that it accumulates. Printable.
+/// The plan of `FitMemory`: the rows per micro-batch, and their memory for activations and gradients. Printable.
 struct MemoryPlan {
   /// Batches with rows of one kind.
   struct Layout {
     std::string batch;                 ///< `Float [*, 784], Long [*]`
-    std::int64_t rows = 0;             ///< maximum that runs at once
+    std::int64_t rows = 0;             ///< maximum per micro-batch
     std::int64_t predicted_bytes = 0;  ///< expected peak for that many
     std::int64_t measured_bytes = 0;   ///< measured peak; 0 until measured
   };
@@ -124,16 +121,16 @@ std::ostream& operator<<(std::ostream& out, const MemoryPlan& plan);
 ///       sgd.zero_grad();
 ///     }
 ///
-/// By default glibc returns the large buffers that a loop frees after every batch to the kernel, which must then clear
-/// every page again. For a small network this takes up to half of an epoch's time; Python keeps more.
+/// By default glibc returns large buffers that a loop frees after every batch to the kernel, which must then clear
+/// every page again. For a small network this takes up to half of an epoch's time.
 ///
-/// On Linux, tensors of 1 MiB and more get whole pages from an allocator that keeps freed memory within a tenth above
-/// the peak of all tensors. (A heap that keeps everything, as glibc's can, grows to half as much again, because of gaps
-/// between tensors.) Another CPU allocator that LibTorch has been given stays. With glibc, small tensors are kept, too.
-/// On other systems nothing changes, and the result is false.
+/// On Linux, tensors of 1 MiB and more get whole pages from an allocator that holds at most a tenth more than the peak
+/// of all tensors. (A heap that keeps everything, as glibc's can, grows by half, because of gaps between tensors.) With
+/// glibc, memory of small tensors is kept, too. A custom CPU allocator of LibTorch remains in use. Returns false on
+/// other systems, without a change.
 ///
-/// Applies to the whole process and cannot be undone, so the library never calls it by itself. For glibc's heap alone,
-/// environment variables do the same: MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_ (1073741824 both) and
+/// @note Applies to the whole process and cannot be undone, so the library never calls it. For glibc's heap only,
+/// environment variables have the same effect: MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_ (1073741824 both) and
 /// MALLOC_TOP_PAD_ (67108864).
 bool keep_freed_memory();
 

@@ -28,8 +28,8 @@ class Archive;
 
 namespace detail {
 
-/// The mean of numbers that are means themselves, each over `weight` items, in float64. Numbers on a device are summed
-/// there, without waiting.
+/// The weighted mean of means, each over `weight` items, in float64. Numbers on a device are summed there, without
+/// synchronizing.
 class WeightedMean {
  public:
   void add(const at::Tensor& mean, double weight);
@@ -38,7 +38,7 @@ class WeightedMean {
     weight_ += weight;
   }
   double weight() const { return weight_; }
-  /// 0-dim float64, on the device of the numbers; NaN if there are none.
+  /// Returns the mean, 0-dim float64, on the device of the numbers; NaN if there are none.
   at::Tensor value() const;
   void state(Archive& archive);
 
@@ -65,8 +65,8 @@ class WeightedMean {
 ///     });
 ///     std::cout << trainer.evaluate(batches, LargestError{})["largest_error"] << '\n';
 ///
-/// Each evaluation begins with a copy of the metric as it was given, and calls its `reset()`, as torchmetrics does. A
-/// metric of numbers alone, which is trivially copyable, needs none; a copied Tensor would share its memory.
+/// Each evaluation copies the metric that was passed and calls its `reset()`, as torchmetrics does. A trivially
+/// copyable metric, with numbers only, does not need `reset()`; a copied Tensor would share its memory.
 template <class M>
 concept metric = requires(M& metric, const Loss& loss) {
   { metric.name } -> std::convertible_to<std::string_view>;
@@ -75,8 +75,8 @@ concept metric = requires(M& metric, const Loss& loss) {
       std::convertible_to<decltype(metric.value()), at::Tensor>;
 };
 
-/// Replaces a tensor by its sum over all ranks. If several processes share an evaluation, a metric needs a member to
-/// sum its tensors, as in `void reduce(ga::SumOfRanks sum) { sum(right); }`; all ranks make the same calls.
+/// Replaces a tensor by its sum over all ranks. If several ranks share an evaluation, a metric needs a member that sums
+/// its tensors, as in `void reduce(ga::SumOfRanks sum) { sum(right); }`; all ranks must make the same calls.
 using SumOfRanks = c10::function_ref<void(at::Tensor&)>;
 
 /// The mean loss over all items; each loss is weighted by its number of items.
@@ -100,24 +100,24 @@ class MeanLoss {
   double items_ = 0;
 };
 
-/// A kind of decisions, by torchmetrics' names.
+/// The kind of classification, by torchmetrics' names.
 enum class Task {
-  binary,      ///< yes or no for each target, by one score: of the same shape, but for dimensions of one element
-  multiclass,  ///< one of the classes for each target: the one with the highest score
-  multilabel,  ///< yes or no for each target, by one score; each label has its own counts
+  binary,      ///< yes or no per target, by one score; shapes may differ in dimensions of size 1
+  multiclass,  ///< one class per target: the class with the highest score
+  multilabel,  ///< yes or no per target, by one score; each label has its own counts
 };
 
-/// How the scores of several classes or labels become one.
+/// How to average the scores of several classes or labels.
 enum class Average {
-  macro,     ///< their mean; classes that are neither found nor wanted are left out
-  micro,     ///< the score of all counts together
-  weighted,  ///< their mean, each weighted by its targets
+  macro,     ///< the mean over classes, without classes that have neither predictions nor targets
+  micro,     ///< the score of the summed counts
+  weighted,  ///< the mean, weighted by the classes' numbers of targets
 };
 
-/// Scores that are made of counts per class: those of `Precision`, `Recall` and `F1`.
+/// Scores that are computed from counts per class.
 enum class Score {
-  precision,  ///< the fraction of what was found that is wanted
-  recall,     ///< the fraction of what is wanted that was found
+  precision,  ///< the fraction of predictions that are right
+  recall,     ///< the fraction of targets that were predicted
   f1,         ///< the harmonic mean of both
 };
 
@@ -137,17 +137,17 @@ void reduce_counts(std::string_view metric, at::Tensor& counts, SumOfRanks sum);
 
 }  // namespace detail
 
-/// The fraction of right decisions, in [0, 1]; NaN if there are none.
+/// The fraction of right predictions, in [0, 1]; NaN if there are none.
 ///
 /// The objective returns `ga::Loss{mean, items}.with(output, target)`.
 ///
-/// | output | target | is |
+/// | output | target | task |
 /// |---|---|---|
 /// | [N, C, …] | [N, …] or [N, 1, …], integers | multiclass: right if the target's class has the highest score |
-/// | [N] or [N, 1, …] | as many, 0 or 1 | binary: right if `score > threshold` where the target is 1, and only there |
-/// | [N, C, …] | [N, C, …] | multilabel, or multiclass with probabilities of the classes: `task` says which |
+/// | [N] or [N, 1, …] | as many, 0 or 1 | binary: right if `score > threshold` exactly if the target is 1 |
+/// | [N, C, …] | [N, C, …] | multilabel, or multiclass with probabilities as targets; `task` is required |
 ///
-/// A NaN is never right. A target that is none, such as class 3 of 3, is an error of `value()`.
+/// A NaN is never right. `value()` throws if a target is invalid, such as class 3 of 3.
 ///
 /// @note `value()` synchronizes with the device; `add` does not.
 struct Accuracy {
@@ -155,9 +155,9 @@ struct Accuracy {
   static constexpr bool higher_is_better = true;
 
   std::int64_t dim = 1;              ///< the output's dimension of classes or labels
-  std::int64_t ignore_index = -100;  ///< targets that do not count
-  std::optional<Task> task = {};     ///< by default as the shapes say
-  double threshold = 0;              ///< a score above it is a yes: 0 for logits, 0.5 for probabilities
+  std::int64_t ignore_index = -100;  ///< value of targets that are ignored
+  std::optional<Task> task = {};     ///< by default derived from the shapes
+  double threshold = 0;              ///< scores above it mean yes: 0 for logits, 0.5 for probabilities
   at::Tensor right = {}, counted = {}, impossible = {};  ///< not an option: counts so far, 0-dim int64, on the device
 
   void add(const Loss& loss);
@@ -166,8 +166,8 @@ struct Accuracy {
   void reset() { right = counted = impossible = at::Tensor(); }
 };
 
-/// `ga::Precision`, `ga::Recall` and `ga::F1`: of a binary task the score of yes, of others an average over classes or
-/// labels. A score of 0 / 0 is 0. Outputs and targets are as `Accuracy` has them.
+/// Computes `ga::Precision`, `ga::Recall` or `ga::F1`: for a binary task the score of yes, for others an average over
+/// classes or labels. A score of 0 / 0 is 0. Outputs and targets are as for `Accuracy`.
 ///
 /// @note `value()` synchronizes with the device; `add` does not.
 template <Score score>
@@ -176,11 +176,11 @@ struct ClassScore {
   static constexpr bool higher_is_better = true;
 
   std::int64_t dim = 1;              ///< the output's dimension of classes or labels
-  std::int64_t ignore_index = -100;  ///< targets that do not count
-  std::optional<Task> task = {};     ///< by default as the shapes say, see `Accuracy`
-  double threshold = 0;              ///< a score above it is a yes: 0 for logits, 0.5 for probabilities
-  Average average = Average::macro;  ///< over classes or labels
-  at::Tensor counts = {};            ///< not an option: of each class right, found, wanted; and impossible targets
+  std::int64_t ignore_index = -100;  ///< value of targets that are ignored
+  std::optional<Task> task = {};     ///< by default derived from the shapes, see `Accuracy`
+  double threshold = 0;              ///< scores above it mean yes: 0 for logits, 0.5 for probabilities
+  Average average = Average::macro;  ///< average over classes or labels
+  at::Tensor counts = {};            ///< not an option: per class right, predicted and targets; then invalid targets
 
   void add(const Loss& loss) { detail::add_scores(classes(), loss, counts); }
   double value() const { return detail::class_score(classes(), counts, score, average); }
@@ -194,23 +194,23 @@ struct ClassScore {
   }
 };
 
-using Precision = ClassScore<Score::precision>;  ///< the fraction of what was found that is wanted
-using Recall = ClassScore<Score::recall>;        ///< the fraction of what is wanted that was found
+using Precision = ClassScore<Score::precision>;  ///< the fraction of predictions that are right
+using Recall = ClassScore<Score::recall>;        ///< the fraction of targets that were predicted
 using F1 = ClassScore<Score::f1>;                ///< the harmonic mean of `Precision` and `Recall`
 
-/// The number of targets of each class that were found to be of each class: in `Evaluation::tensors`, int64, on the
-/// CPU, [wanted, found]; of labels [label, wanted, found]. Outputs and targets are as `Accuracy` has them. A score of
-/// NaN is found as no, or as the class that has it.
+/// Counts targets by class and predicted class, in `Evaluation::tensors`: int64 on the CPU, [target, predicted], or
+/// [label, target, predicted] for labels. Outputs and targets are as for `Accuracy`. A score of NaN counts as no, or as
+/// a prediction of its class.
 ///
 /// @note `value()` synchronizes with the device; `add` does not.
 struct ConfusionMatrix {
   static constexpr std::string_view name = "confusion_matrix";
 
   std::int64_t dim = 1;              ///< the output's dimension of classes or labels
-  std::int64_t ignore_index = -100;  ///< targets that do not count
-  std::optional<Task> task = {};     ///< by default as the shapes say, see `Accuracy`
-  double threshold = 0;              ///< a score above it is a yes: 0 for logits, 0.5 for probabilities
-  at::Tensor counts = {};            ///< not an option: flat, and impossible targets behind them
+  std::int64_t ignore_index = -100;  ///< value of targets that are ignored
+  std::optional<Task> task = {};     ///< by default derived from the shapes, see `Accuracy`
+  double threshold = 0;              ///< scores above it mean yes: 0 for logits, 0.5 for probabilities
+  at::Tensor counts = {};            ///< not an option: the flattened counts, then the number of invalid targets
 
   void add(const Loss& loss);
   at::Tensor value() const;
@@ -218,8 +218,8 @@ struct ConfusionMatrix {
   void reset() { counts = at::Tensor(); }
 };
 
-/// All outputs that the objective gives by `.with(output, target)`, as one tensor on the CPU, in the batches' order: in
-/// `Evaluation::tensors`.
+/// Joins the outputs that the objective passes by `.with(output, target)` to one CPU tensor in `Evaluation::tensors`,
+/// in the order of the batches.
 ///
 ///     auto objective = [](auto& net, auto& batch) {
 ///       auto output = net->forward(batch.data);
@@ -232,7 +232,7 @@ struct ConfusionMatrix {
 struct Predictions {
   static constexpr std::string_view name = "predictions";
 
-  std::vector<at::Tensor> outputs = {};  ///< not an option: those of each batch
+  std::vector<at::Tensor> outputs = {};  ///< not an option: the outputs of each batch
 
   void add(const Loss& loss);
   at::Tensor value() const;
@@ -242,7 +242,7 @@ struct Predictions {
 /// The result of an evaluation. Prints with six digits: `accuracy: 0.784000, loss: 0.625000`.
 struct Evaluation {
   std::map<std::string, double, std::less<>> metrics = {};  ///< by name; always includes "loss"
-  std::map<std::string, at::Tensor> tensors = {};           ///< results of metrics that are no numbers, by name
+  std::map<std::string, at::Tensor> tensors = {};           ///< metrics whose values are tensors, by name
   double items = 0;                                         ///< sum of the losses' weights
   std::int64_t samples = 0;
   double seconds = 0;
@@ -264,7 +264,7 @@ struct Validation {
   std::int64_t samples = 0;         ///< samples that this `fit` has trained on
   double seconds = 0;               ///< duration of this `fit` so far
   Evaluation found = {};
-  bool due = true;  ///< by its `Validate`'s options; otherwise only as a `fit` ended, which may go on
+  bool due = true;  ///< due by its `Validate`'s options; false: made only because a `fit` ended
 
   /// Looks up a number: by its own name, `loss`, if this validation is named "validation", or by both names,
   /// `test/loss`. Returns nullopt if it does not exist.
@@ -278,14 +278,14 @@ struct Validation {
 /// Prints `validation at update 100: accuracy: 0.910000, loss: 0.250000`.
 std::ostream& operator<<(std::ostream& stream, const Validation& validation);
 
-/// The direction in which a metric improves, in Python's terms: `min`, the lower is better, or `max`, the higher.
+/// The direction in which a metric improves, by Python's names: `min` if lower is better, `max` if higher is.
 enum class Mode { min, max };
 
-/// Names of metrics, `validation/loss`, and the modes that they tell.
+/// Names of metrics, such as `validation/loss`, and the modes that they define.
 using MetricModes = std::map<std::string, std::optional<Mode>, std::less<>>;
 
-/// Enables gradients in an evaluation, for an objective that differentiates by itself, as a physics-informed loss does.
-/// Stands among the metrics: `trainer.evaluate(batches, ga::WithGradients(), ga::Accuracy{})`.
+/// Enables gradients in an evaluation, for an objective that computes derivatives, as a physics-informed loss does.
+/// Pass it among the metrics: `trainer.evaluate(batches, ga::WithGradients(), ga::Accuracy{})`.
 struct WithGradients {};
 
 namespace detail {
@@ -299,7 +299,7 @@ concept finds_number = requires(M& metric) {
   { metric.value() } -> std::convertible_to<double>;
 };
 
-/// Says what a metric lacks.
+/// Fails to compile with a message if the metric lacks a member.
 template <class M>
 constexpr bool is_metric() {
   constexpr bool has_name = requires(M & metric) { std::string_view(metric.name); };
@@ -319,7 +319,7 @@ template <class M>
 concept tells_mode = std::same_as < std::remove_cvref_t<decltype(std::declval<const M&>().higher_is_better)>,
 bool > ;
 
-/// Returns which is better, if the metric tells.
+/// Returns the mode that the metric defines by `higher_is_better`, if any.
 template <class M>
 std::optional<Mode> mode_told_by(const M& metric) {
   if constexpr (tells_mode<M>)
@@ -401,20 +401,20 @@ struct ValidationHistory {
   void state(Archive& archive);
 };
 
-/// Tensors by their names, as part of a state; those that are loaded share no memory with the file.
+/// Tensors by name, as part of a state. Loaded tensors do not share memory with the file.
 struct OwnTensors {
   std::map<std::string, at::Tensor>& all;
   void state(Archive& archive);
 };
 
-/// Returns `given`, or what the metric tells of itself, or the known mode of loss or accuracy. Throws where there is
-/// none, and, given what a trainer validates, unless the metric is one of those and tells no other mode.
+/// Returns the mode that the metric defines, else `given`, else the known mode of loss or accuracy. Throws if there is
+/// none; with `validated`, also if the metric is not in it, or defines another mode than `given`.
 Mode mode_of(const char* owner, std::string_view metric, std::optional<Mode> given,
              const MetricModes* validated = nullptr);
 
 /// Compares two numbers, with a margin of `min_delta`. NaN is never better; anything else is better than NaN.
 bool is_better(Mode mode, double number, double than, double min_delta = 0);
-/// Warns of a best number that none can be better than.
+/// Warns if no number can be better than this best one.
 void warn_if_last(const char* owner, const std::string& metric, Mode mode, double best);
 
 }  // namespace detail

@@ -16,7 +16,7 @@
 
 namespace gradaccum {
 
-/// The path of a metrics file, and how it is written.
+/// Options of a `MetricsFile`: its path, and how it is written.
 struct MetricsFileOptions {
   std::filesystem::path path = {};  ///< `.csv`: comma-separated with a header line; `.jsonl`: one JSON object per line
   bool append = false;              ///< append to an existing file rather than overwrite it

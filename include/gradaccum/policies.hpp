@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// All policies that come with the library, but those that few programs have, and that take long to compile:
-// policies/data_parallel.hpp, for several processes, and policies/fit_memory.hpp.
+// Includes the policies that most programs use. The others take longer to compile, such as policies/data_parallel.hpp
+// and policies/fit_memory.hpp: include them only in files that use them.
 #include <gradaccum/detail/trainer/any_policy.hpp>
 #include <gradaccum/policies/accumulate.hpp>
 #include <gradaccum/policies/clip.hpp>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Policies are declared with these, and with what these include.
+// Declarations of policies need these headers, directly or through them.
 #include <gradaccum/archive.hpp>
 #include <gradaccum/gradients.hpp>
 
@@ -17,22 +17,22 @@ struct Validation;
 
 /// The report of one window.
 struct Step {
-  std::int64_t update = 0;         ///< updates so far, this one included if it moved the parameters
+  std::int64_t update = 0;         ///< updates so far, including this one if it was made
   std::int64_t epoch = 0;          ///< counted from 0
-  std::int64_t batches = 0;        ///< in the window, of this process
-  std::int64_t micro_batches = 0;  ///< as many, but where `FitMemory` divides batches
-  std::int64_t samples = 0;        ///< rows of its batches
-  double items = 0;                ///< what the gradient is the mean over: of losses that tell none, their samples
-  bool moved = false;              ///< the parameters moved; else the window was skipped
-  bool overflowed = false;         ///< skipped, for gradients that are not finite with a loss scaler at work
+  std::int64_t batches = 0;        ///< batches of this rank in the window
+  std::int64_t micro_batches = 0;  ///< micro-batches in the window, of all ranks; more if `FitMemory` splits batches
+  std::int64_t samples = 0;        ///< samples in the window, of all ranks
+  double items = 0;                ///< items that the gradient is the mean over; by default samples
+  bool moved = false;              ///< the parameters were updated; false: the window was skipped
+  bool overflowed = false;         ///< skipped because gradients were not finite, with a loss scaler
   at::Tensor loss = {};            ///< mean over the window's items, detached: 0-dim float64, on the losses' device
-  at::Tensor grad_norm = {};       ///< before clipping, 0-dim; undefined where nobody clipped by the norm
-  double lr = 0;                   ///< of the first parameter group, in this step; NaN if the optimizer does not tell
+  at::Tensor grad_norm = {};       ///< norm before clipping, 0-dim; undefined if no policy clips by norm
+  double lr = 0;                   ///< rate of the first parameter group in this step; NaN if unknown
 };
 
-// Each hook has a concept, hook::before_step<P>: "P has a member of that name", whatever its signature. It is found by
-// deriving also from a class that has one, which makes the name ambiguous. Its call requires the signature, so that a
-// hook which is slightly wrong is an error, and not one that silently never runs.
+// Each hook has a concept, such as hook::before_step<P>, that is true if P has a member of that name with any
+// signature: in a class derived from P and from another one with that member, the name is ambiguous. The call requires
+// the right signature, so that a wrong one is a compile error rather than a hook that never runs.
 #define GRADACCUM_HOOK(name, signature, form)                                 \
   namespace hook {                                                            \
   struct name##_probe {                                                       \
@@ -72,7 +72,7 @@ inline constexpr bool any_in =
 
 }  // namespace hooks
 
-/// A class that takes part in training by members with the names of hooks: any of them, in any order.
+/// A class that a Trainer calls during training, through members that have the names of hooks.
 ///
 ///     struct GradientNoise {
 ///       double sigma = 0.01;
@@ -84,31 +84,31 @@ inline constexpr bool any_in =
 ///                         ga::Accumulate{.steps = 4}, GradientNoise{.sigma = 1e-3});
 ///     trainer.fit(batches);
 ///
-/// | hook | when, and what it may do |
+/// | hook | when it is called, and its task |
 /// |---|---|
-/// | `attach(TrainerBase&)` | once, when the trainer is built; with `auto&` it sees the types, too |
-/// | `on_epoch_begin(epoch)`, `on_epoch_end(epoch)` | around an epoch of `fit` |
-/// | `fit_scope()` | gives a guard that is held while `fit` runs |
-/// | `forward_scope()` | gives a guard that is held while the objective runs, in training and evaluation |
-/// | `before_backward(Loss&)` | may change the seed of backward, never the loss |
-/// | `ready()` | may this micro-batch fill the window? All are asked, before its backward; it closes if all agree |
-/// | `after_backward(Gradients&)` | sees the sums so far, of the window that is still open |
-/// | `before_close()` | the window is about to close: its gradients are all there, and its activations gone. With |
-/// | | `OptimizerInBackward` this and the next come before the backward that fills it |
-/// | `scale_gradients(Factor&)` | deferred factors, write-only: no order of policies matters |
-/// | `before_step(Gradients&)` | reads the true gradients by `norm()`, reads or changes them by `values()` |
-/// | `after_window(const Step&)` | the window is over: stepped or skipped |
-/// | `after_step(const Step&)` | the parameters have moved |
-/// | `before_boundary()` | in `fit`, after all of the above: between two micro-batches, and at the end of an epoch. |
-/// | | The moment to evaluate, and to tell it by `TrainerBase::validated` |
-/// | `on_validation(const Validation&)` | hears what was found |
-/// | `at_boundary()` | in `fit`, after that. The moment to save everything |
-/// | `others_continue()` | in `fit`, when an epoch has no more batches: is the next window to be closed as it is, |
-/// | | for other processes that have some? Asked again after each |
-/// | `state(Archive&)` | saves and loads what it would miss; needs a member `std::string_view name`, static or not |
+/// | `attach(TrainerBase&)` | once, in the trainer's constructor; `auto&` receives the Trainer itself |
+/// | `on_epoch_begin(epoch)`, `on_epoch_end(epoch)` | at the start and end of an epoch of `fit` |
+/// | `fit_scope()` | returns a guard that is held while `fit` runs |
+/// | `forward_scope()` | returns a guard that is held while the objective runs, in training and evaluation |
+/// | `before_backward(Loss&)` | may change the seed of the backward pass, but not the loss |
+/// | `ready()` | before each backward pass: returns whether it may fill the window, which closes if all agree |
+/// | `after_backward(Gradients&)` | may read the sums so far; the window is still open |
+/// | `before_close()` | before the window closes: gradients are complete, and activations are freed. With |
+/// | | `OptimizerInBackward` this and the next hook are called before the backward pass that fills the window |
+/// | `scale_gradients(Factor&)` | adds deferred factors, which are write-only: the order of policies does not matter |
+/// | `before_step(Gradients&)` | reads the scaled gradients by `norm()`, and reads or changes them by `values()` |
+/// | `after_window(const Step&)` | after the window, stepped or skipped |
+/// | `after_step(const Step&)` | after an update of the parameters |
+/// | `before_boundary()` | in `fit`, after all hooks above: between two micro-batches, and at the end of an epoch. |
+/// | | Evaluate here, and call `TrainerBase::validated` |
+/// | `on_validation(const Validation&)` | receives the result of an evaluation |
+/// | `at_boundary()` | in `fit`, after `before_boundary` of all policies. Save states here |
+/// | `others_continue()` | in `fit`, when this rank has no more batches in the epoch: returns whether other ranks |
+/// | | have some, so that this rank joins their next window. Called again after each |
+/// | `state(Archive&)` | saves and loads the policy's state; needs a member `std::string_view name`, static or not |
 ///
-/// It must not be final. A member of such a name with another signature does not compile, with a sentence; a name that
-/// is misspelt cannot be noticed: `static_assert(ga::hook::before_step<GradientNoise>)`.
+/// The class must not be final. A hook with a wrong signature does not compile; a misspelt name is not detected, unless
+/// you check it by `static_assert(ga::hook::before_step<GradientNoise>)`.
 template <class P>
 concept policy = std::is_class_v<P> && !std::is_final_v<P> && hooks::any_in<P>;
 

@@ -24,43 +24,43 @@ class Connections;
 struct LaunchEnvironment;
 }  // namespace detail
 
-/// The time that processes wait for each other.
+/// Options of a `ProcessGroup`.
 struct ProcessGroupOptions {
   std::chrono::milliseconds timeout = std::chrono::minutes(30);  ///< limit for one exchange, and for connecting
 };
 
-/// The processes that train together on one or many machines, as torchrun, mpirun, srun or Kubernetes started them.
+/// The processes that train together on one or many machines, started by torchrun, mpirun, srun or Kubernetes.
 ///
 ///     const auto group = ga::ProcessGroup::from_environment();    // one process, where no launcher started it
 ///     auto count = torch::tensor(10.0 * (group.rank() + 1));
 ///     group.all_reduce(count);                                    // the sum over all ranks
 ///     if (group.rank() == 0) std::cout << group.world_size() << " processes, " << count << '\n';
 ///
-/// `from_environment` reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; or, in place of the first two, what the
-/// mpirun of Open MPI, MPICH, Intel MPI or MVAPICH, Cray PALS, jsrun or Flux sets; or all from a Slurm step. Half of it
-/// is an error, and so is MASTER_ADDR without the rest. A local rank that is not told is found by host names. With a
-/// world size of 1, or none, there is no network, and all calls do nothing. Copies are handles of the same group. The
-/// first group that a process makes connects to the first group of all others, the second to the second.
+/// Environment. `from_environment` reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; in place of the first two also
+/// the variables of Open MPI, MPICH, Intel MPI, MVAPICH, Cray PALS, jsrun or Flux, or all from a Slurm step. Throws if
+/// some of them are missing. A local rank that is not set is derived from host names. Without a world size, or with 1,
+/// there is no network, and calls do nothing.
 ///
-/// All ranks must make the same calls in the same order, one thread each, with dense tensors of equal shape and dtype.
+/// Calls. All ranks must make the same calls in the same order, from one thread each, with dense tensors of equal shape
+/// and dtype. Copies are handles of the same group. The n-th groups that the processes construct connect to each other.
 ///
-/// If a process ends or hangs, those that wait for it throw an error that names it: within ten seconds of its end;
-/// after 30 seconds of silence if it is suspended or unreachable; after `timeout` if it hangs. All must then start
-/// again.
+/// Failures. If a process ends or hangs, ranks that wait for it throw an error that names it. All must be restarted
+/// then.
 ///
-/// @note Waits for the other ranks, and for the tensor's device.
+/// @note Waits for the other ranks, and for the tensor's device: at most ten seconds after a process has ended, 30
+/// seconds if it is suspended or unreachable, and `timeout` if it hangs.
 class ProcessGroup {
  public:
-  ProcessGroup() = default;  ///< a group of this process alone
+  ProcessGroup() = default;  ///< a group with only this process
   static ProcessGroup from_environment(ProcessGroupOptions options = {});
-  /// Makes a group on one machine without a launcher. `store` is LibTorch's, shared by all ranks for this group only.
+  /// Constructs a group on one machine without a launcher. All ranks share LibTorch's `store`, for this group only.
   ProcessGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
                ProcessGroupOptions options = {});
 
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
   int local_rank() const { return local_rank_; }  ///< rank among the processes on this machine
-  /// Returns this process's device: `cuda:local_rank`, or the CPU without CUDA.
+  /// Returns this rank's device: `cuda:local_rank`, or the CPU without CUDA.
   at::Device device() const;
 
   /// Sums a tensor over all ranks in place.
@@ -82,19 +82,19 @@ class ProcessGroup {
   int rank_ = 0, world_size_ = 1, local_rank_ = 0;
 };
 
-/// The state that the processes divide rather than replicate: `ga::DataParallel{.shard = …}`.
+/// The state that ranks divide rather than replicate, for `ga::DataParallel{.shard = …}`.
 enum class Shard {
-  none,       ///< nothing: each process has all
-  optimizer,  ///< the optimizer's state: each process keeps and steps its own part of the parameters
+  none,       ///< nothing: each rank has the whole state
+  optimizer,  ///< the optimizer's state: each rank keeps and steps its own part of the parameters
   gradients,  ///< the optimizer's state and, between micro-batches, the gradients
 };
 
 /// Options for sending gradients, seeding the ranks, and sharding.
 struct ReplicasOptions {
-  /// The largest number of bytes of gradients that are sent together; >= 1. With `shard` it also limits the bytes in
+  /// The maximum number of bytes of gradients that are sent together, >= 1. With `shard` it also limits the bytes in
   /// flight: a larger gradient is sent in parts if it is split, and backward waits for the first of them.
   std::int64_t bucket_bytes = std::int64_t{25} << 20;
-  bool overlap = true;        ///< send gradients while the backward that fills the window still runs
+  bool overlap = true;        ///< send gradients while the backward pass that fills the window still runs
   bool seed_by_rank = true;   ///< add each rank's number to its random seeds, so that ranks draw different numbers
   Shard shard = Shard::none;  ///< state that ranks divide rather than replicate
 };

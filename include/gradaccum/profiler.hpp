@@ -33,8 +33,8 @@ struct ProfiledOperation {
   double self_cpu_seconds = 0;       ///< excluding operations that it called
   double cpu_seconds = 0;            ///< including operations that it called
   double device_seconds = 0;         ///< time of kernels that it launched itself
-  std::int64_t allocated_bytes = 0;  ///< total allocated by itself
-  std::int64_t kept_bytes = 0;       ///< allocated minus freed by itself; negative if it freed older memory
+  std::int64_t allocated_bytes = 0;  ///< total that it allocated itself
+  std::int64_t kept_bytes = 0;       ///< allocated minus freed; negative if it freed older memory
 };
 
 /// The memory at the end of a phase.
@@ -68,7 +68,7 @@ struct ProfilerOptions {
   std::filesystem::path directory = {};  ///< for `trace.json` and `profile.txt`; created if needed; empty: no files
 };
 
-/// Profiles the time and memory of a scope with LibTorch's own profiler, by operation and by named phase.
+/// Profiles the time and memory of a scope with LibTorch's profiler, by operation and by named phase.
 ///
 ///     ga::Profiler profiler({.directory = "profiles/by_hand"});
 ///     for (auto& batch : batches) {
@@ -81,13 +81,13 @@ struct ProfilerOptions {
 ///     std::cout << profiler.finish();
 ///
 /// Perfetto (ui.perfetto.dev) and chrome://tracing open `trace.json`, which shows every operation within its phase;
-/// `profile.txt` is the printed report. `finish` writes both, each atomically; a scope that is left by an exception
-/// leaves no file. A profile covers this thread and its backward passes, on the CPU and on CUDA devices, but no other
-/// threads. Only one can run at a time in a process. LibTorch's profiler prints messages, some of which only
-/// KINETO_LOG_LEVEL=99 in the environment suppresses, and may warn of a "memory block of unknown size" that is older.
+/// `profile.txt` is the printed report. `finish` writes both, each atomically; after an exception there is no file. A
+/// profile covers this thread and its backward passes, on the CPU and on CUDA devices, but no other threads. Only one
+/// can run at a time in a process. LibTorch's profiler prints messages, some of which only KINETO_LOG_LEVEL=99 in the
+/// environment suppresses, and may warn of an older "memory block of unknown size".
 ///
-/// @note Costs some microseconds per operation, and at least as much again in `finish`, which synchronizes: use
-/// it for a few updates, not for an epoch. Throws if a `MemoryMeter` counts or another profiler runs on this thread.
+/// @note Costs some microseconds per operation, and at least as much again in `finish`, which synchronizes: use it for
+/// a few updates, not for an epoch. Throws if a `MemoryMeter` or another profiler is active on this thread.
 class Profiler {
  public:
   Profiler() : Profiler(ProfilerOptions()) {}

@@ -18,7 +18,7 @@ struct ProgressLineOptions {
   bool only_on_terminal = false;                ///< no output unless `to` is a terminal
   std::chrono::milliseconds on_terminal{100};   ///< interval of rewriting the line on a terminal
   std::chrono::milliseconds elsewhere{30'000};  ///< interval of adding a line elsewhere, such as in a log file
-  std::string unit = "samples";                 ///< name of the counted things
+  std::string unit = "samples";                 ///< name of the counted items
 };
 
 /// Shows the progress of a run: ` 43% | update 401 | loss 2.2512 | 31024 samples/s | 0:41 left`.
@@ -29,8 +29,8 @@ struct ProgressLineOptions {
 ///       progress.update(i / 10.0, 2 * i, [&] { return "update " + std::to_string(optimizer.updates()); });
 ///     }
 ///
-/// On a terminal it rewrites one line, which `clear()` and the destructor erase; elsewhere it adds a plain line now and
-/// then. The text is made only when it is shown, so that a loss on a device is read only then.
+/// On a terminal it rewrites one line, which `clear()` and the destructor erase; otherwise it adds a line from time to
+/// time. The text is computed only when it is shown, so that a loss on a device is read only then.
 class ProgressLine {
  public:
   explicit ProgressLine(ProgressLineOptions options = {});
@@ -44,7 +44,7 @@ class ProgressLine {
     if (is_due()) show(line(fraction, samples, text()));
   }
 
-  /// True if nothing will ever be shown.
+  /// Returns true if nothing will ever be shown.
   bool silent() const { return !options_.to || (options_.only_on_terminal && !on_terminal_); }
 
   /// Erases the line on a terminal, before something else is printed.
@@ -53,7 +53,7 @@ class ProgressLine {
   /// Prints a text on its own line.
   void say(const std::string& text);
 
-  /// Starts measuring time anew. Work that is done already does not count.
+  /// Restarts the measurement of time, with the work that is already done, which the rate excludes.
   void restart(double fraction = 0, std::int64_t samples = 0);
 
  private:

@@ -16,7 +16,7 @@
 
 namespace gradaccum {
 
-/// The replicas of one model in the processes of a group, which train as one.
+/// Trains one model on all ranks of a process group, each with a replica.
 ///
 ///     const auto group = ga::ProcessGroup::from_environment();   // torchrun's; else one process
 ///     ga::GradAccumulator accumulator(sgd, {.steps = 2});
@@ -29,30 +29,30 @@ namespace gradaccum {
 ///     accumulator.flush();
 ///     while (replicas.others_continue()) accumulator.step();     // a rank with less data goes along
 ///
-/// Each window of the accumulator then takes the mean over the items of all ranks, however many each has. Gradients are
-/// summed once per window, in buckets that are sent while its last backward still runs (if that is an
-/// `accumulator.backward`). All ranks step alike, or skip alike after an overflow on one, and stay bitwise equal as long
-/// as the Replicas exist. A parameter without a gradient here gets that of the others. Sparse gradients become dense.
+/// Each window uses the mean over the items of all ranks, whose numbers may differ. All ranks step, or skip after an
+/// overflow on one rank, and remain bitwise equal.
 ///
-/// With `{.shard = ga::Shard::optimizer}` each rank keeps the optimizer's state of its own part of the parameters alone:
-/// AdamW in float32 takes 8 + 8 / ranks bytes per parameter, gradients included, instead of 16. With
-/// `ga::Shard::gradients` it takes 4 + 12 / ranks: each `accumulator.backward` sends its gradients, and waits until all
-/// ranks have started theirs. A complete window has this rank's pieces of the gradients, but the norm of all. The
-/// optimizer must be a `torch::optim::Optimizer` that has not stepped yet; its parameters must not be replaced or
-/// moved. Without the Replicas training must continue from a saved state, as a rank has its part of the state alone.
+/// Sharding. With `{.shard = ga::Shard::optimizer}` each rank has the optimizer's state of its part of the parameters:
+/// AdamW in float32 takes 8 + 8 / ranks bytes per parameter, with gradients, instead of 16; with `ga::Shard::gradients`
+/// 4 + 12 / ranks. The optimizer must be a `torch::optim::Optimizer` without steps so far, and its parameters must not
+/// be replaced.
 ///
-/// Buffers differ between ranks during training, as BatchNorm normalises by the rank's own micro-batch;
-/// `broadcast_buffers()` copies rank 0's to all, before an evaluation say.
+/// Buffers. BatchNorm uses a rank's own micro-batches, so buffers differ: call `broadcast_buffers()` before an
+/// evaluation.
 ///
-/// The last loop must clip, or scale the loss, if the first does. For a single process nothing changes. Replicas work
-/// neither with `in_backward` nor with a model whose parameters are not the same on all ranks. If several accumulators
-/// share a group, each must close its window before another fills its own. An exception in a backward that has sent
-/// gradients ends the training on all ranks, with an error that names this one.
+/// Limits. If the loop clips or scales the loss, so must the loop over `others_continue()`. Not with `in_backward`.
 ///
-/// @note A window waits for all ranks. Gradients smaller than a bucket are copied together, in as much memory again.
+/// @note A window waits for all ranks. Gradients are summed once per window, in buckets that are sent during its last
+/// `accumulator.backward`; with `ga::Shard::gradients` in each, which waits until all ranks have started theirs.
+/// Gradients smaller than a bucket are copied, which takes as much memory again. Sparse gradients become dense; a
+/// parameter without a gradient on a rank gets the gradient of the other ranks. An exception in a backward pass that
+/// has sent gradients ends the training on all ranks, with an error that names this one. After the Replicas a sharded
+/// training can only resume from a state, since each rank has only its part of the optimizer's state. If several
+/// accumulators share a group, each must close its window before another fills its own. With `ga::Shard::gradients` a
+/// complete window has only this rank's pieces of the gradients, but the norm of all.
 class Replicas {
  public:
-  /// Connects a model. `optimizer` is an accumulator, or a Trainer for the policy `DataParallel`.
+  /// Connects a model and its optimizer, which is an accumulator, or a Trainer for the policy `DataParallel`.
   template <class Model, class Optimizer>
   Replicas(ProcessGroup group, Model& model, Optimizer& optimizer, ReplicasOptions options = {})
       : group_(std::move(group)), model_(&detail::module_of(model)), communicator_(communicator_of(group_, options)) {
@@ -67,19 +67,19 @@ class Replicas {
   Replicas& operator=(Replicas&&) = delete;
   ~Replicas();
 
-  /// True if other ranks have batches left when this one has none. The next `step()` then closes a window with theirs.
+  /// Returns true if other ranks have batches left when this one has none. The next `step()` then joins their window.
   bool others_continue() { return others_continue_ && others_continue_(); }
 
   /// Copies the buffers of rank 0 to all ranks.
   void broadcast_buffers() const;
 
-  /// Throws on all ranks if parameters, or a sharded optimizer's settings, differ, and names the first that does.
+  /// Throws on all ranks if parameters, or a sharded optimizer's settings, differ, and names the first difference.
   ///
   /// @note Reads all parameters.
   void check_equal() const;
 
   const ProcessGroup& group() const { return group_; }
-  /// The exchange with the other ranks, for the `peers()` of a training that is saved; nullptr for a single process.
+  /// Returns the exchange with the other ranks, for `peers()` of a training of your own; nullptr for a single process.
   auto peers() const { return communicator_; }
 
  private:

@@ -23,7 +23,7 @@ class EventFile;
 struct ValueHistogram;
 }  // namespace detail
 
-/// The directory of a `SummaryWriter`, and its flush interval.
+/// Options of a `SummaryWriter`.
 struct SummaryWriterOptions {
   std::filesystem::path directory = {};                                  ///< a run's directory; created if needed
   std::chrono::duration<double> flush_every = std::chrono::seconds(10);  ///< >= 0
@@ -40,14 +40,14 @@ struct SummaryWriterOptions {
 ///     writer.add_text("settings", "learning rate **0.1**", 0);
 ///     writer.flush();
 ///
-/// Each writer has its own file, `events.out.tfevents.…`, whose name sorts after those in the directory: a resumed
-/// training starts another, with `purge_step`. A directory is a run in TensorBoard, which reads its files one after the
-/// other, so only one writer may write there at a time. Not thread-safe.
+/// Each writer has its own file, `events.out.tfevents.…`, whose name sorts after the existing ones: a resumed training
+/// starts another file, with `purge_step`. A directory is a run in TensorBoard, which reads its files in order, so only
+/// one writer may write there at a time. Not thread-safe.
 ///
-/// Records are written every `flush_every` seconds, when there is a MiB, by `flush`, and at the end. After a kill the
-/// file may end with a part of a record, which readers ignore. If writing fails, it throws `std::runtime_error` with
-/// the file's name: the file then ends with its last whole record, and the next call writes the others. The destructor
-/// warns rather than throws: `flush` first to get errors. Tags and texts that are not UTF-8 are escaped.
+/// Records are written every `flush_every` seconds, when they reach a MiB, by `flush`, and at the end. After a kill the
+/// file may end with a part of a record, which readers ignore. Throws `std::runtime_error` with the file's name if
+/// writing fails: the file then ends with its last complete record, and the next call writes the others. The destructor
+/// only warns: call `flush` before to get errors. Tags and texts that are not UTF-8 are escaped.
 ///
 /// @note Synchronizes with the device of a tensor, and takes host memory for a piece of it.
 class SummaryWriter {
@@ -58,9 +58,9 @@ class SummaryWriter {
   /// Writes a number as float32, which is what TensorBoard shows. It may be NaN or infinite.
   void add_scalar(std::string_view tag, double value, std::int64_t step);
 
-  /// Writes the distribution of a tensor's elements, of any dtype and shape, in TensorFlow's buckets: of a sparse
-  /// tensor those that are stored, of complex ones both parts. NaN and infinities are excluded; their number, if any,
-  /// is the scalar `tag/not_finite`. Writes nothing for a tensor without elements.
+  /// Writes the distribution of a tensor's elements, of any dtype and shape, in TensorFlow's buckets: of sparse tensors
+  /// the stored elements, of complex ones both parts. Non-finite elements are excluded; their number, if any, is the
+  /// scalar `tag/not_finite`. Writes nothing for a tensor without elements.
   void add_histogram(std::string_view tag, const at::Tensor& tensor, std::int64_t step);
 
   /// Writes Markdown, with the tag `tag/text_summary` as in PyTorch.
@@ -90,8 +90,8 @@ struct ValueHistogram {
   std::vector<double> numbers_below = {};  // counts by bucket
 };
 
-/// Counts all elements times `factor`: both parts of complex ones, and those stored by a sparse tensor, duplicates
-/// summed. Copies them to the host piece by piece. Synchronizes with the device.
+/// Counts all elements times `factor`: both parts of complex numbers, and the stored elements of sparse tensors, with
+/// duplicates summed. Copies them to the host piece by piece. Synchronizes with the device.
 ValueHistogram histogram_of(const at::Tensor& tensor, double factor = 1);
 
 /// Returns a record of an event file: TensorBoard's `Event` message, serialized like PyTorch's SummaryWriter. `time` is

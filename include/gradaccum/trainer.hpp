@@ -13,7 +13,7 @@
 #include <limits>
 
 namespace torch::optim {
-class LBFGS;  // its own header would cost 9 s a translation unit
+class LBFGS;  // its header would take 9 s per translation unit
 }
 
 namespace gradaccum::detail {
@@ -33,7 +33,7 @@ auto& pointee_of(O& given) {
     return *given;
 }
 
-/// The optimizer that was given, or that is behind the pointer that was given.
+/// The type of the optimizer that was passed, itself or by a pointer.
 template <class O>
 using optimizer_t = std::remove_cvref_t<decltype(pointee_of(std::declval<std::remove_reference_t<O>&>()))>;
 
@@ -49,7 +49,7 @@ auto& checked_optimizer(O& given) {
   return optimizer;
 }
 
-/// Refuses types that a Trainer cannot be made of.
+/// Fails to compile for types that a Trainer cannot hold.
 template <class Model, class Optimizer>
 constexpr bool are_trainer_arguments() {
   static_assert(model<Model>, "Trainer: a model is a torch::nn::Module, a ModuleHolder, or a pointer to one");
@@ -77,13 +77,13 @@ std::shared_ptr<void> kept_owner(O&& given) {
   return nullptr;
 }
 
-/// The learning rate of the first group; NaN where the optimizer does not tell.
+/// Returns the learning rate of the first parameter group; NaN if the optimizer has no get_lr().
 template <class O>
 double learning_rate_of(O& optimizer) try {
   if constexpr (requires { optimizer.param_groups().front().options().get_lr(); })
     if (!optimizer.param_groups().empty()) return optimizer.param_groups().front().options().get_lr();
   return std::numeric_limits<double>::quiet_NaN();
-} catch (const c10::Error&) {  // LibTorch's base class throws for options of the user's own
+} catch (const c10::Error&) {  // get_lr() of LibTorch's base class throws, for custom options
   return std::numeric_limits<double>::quiet_NaN();
 }
 
@@ -91,7 +91,7 @@ double learning_rate_of(O& optimizer) try {
 
 namespace gradaccum {
 
-/// The training loop that people write, from a model, an optimizer, an objective, and policies that each say one thing.
+/// A training loop over a model, an optimizer, an objective, and policies that each add one feature.
 ///
 ///     auto objective = [](auto& net, auto& batch) {
 ///       return torch::mse_loss(net->forward(batch.data), batch.target);
@@ -100,18 +100,20 @@ namespace gradaccum {
 ///                         [](const ga::Step& step) { if (step.update % 100 == 0) std::cout << step.loss << '\n'; });
 ///     std::cout << trainer.fit(batches, {.epochs = 3});
 ///
-/// `model`: a ModuleHolder, a pointer to a module, or a plain module, which is held by reference; the objective gets it
-/// as it was given. `optimizer`: any but LBFGS, by reference or behind a pointer. `objective(model, batch)`: a Tensor
-/// of one element, the mean over the batch's samples; `ga::Loss{mean, items}`, where it is the mean over other items;
-/// or `ga::Loss{mean, items}.with(output, target)` for metrics. Batches: any
-/// range, of any type. A policy has some of the hooks of policy.hpp, or is a callable that takes `const ga::Step&`,
-/// called when the parameters have moved; or it is a `std::optional` of one, which may be absent. The order of policies
-/// matters within one hook only.
+/// Model. A ModuleHolder, a pointer to a module, or a plain module, which is held by reference. The objective receives
+/// it as it was passed. The optimizer may be any but LBFGS, passed by reference or by pointer.
 ///
-/// An exception, of whatever is called here, discards the window; all can be used again, and modes are as before.
+/// Objective. Returns a Tensor with one element, the mean over the batch's samples; or `ga::Loss{mean, items}` for a
+/// mean over other items. Metrics need `ga::Loss{mean, items}.with(output, target)`. Batches may be of any type, in any
+/// range.
 ///
-/// @note Synchronizes once a window, to see that losses and gradients are finite (`OnNan` says how not to), and
-/// as its policies say.
+/// Policies. A policy has some of the hooks of policy.hpp, or is a callable that takes `const ga::Step&` and is called
+/// after each update; or it is a `std::optional` of one. The order of policies matters only within a hook.
+///
+/// Exceptions. An exception from any call discards the window and restores the module's mode. All objects remain
+/// usable.
+///
+/// @note Synchronizes once per window to check losses and gradients (see `OnNan`), and as its policies do.
 template <class Model, class Optimizer, class Objective, class... Policies>
 class Trainer : public TrainerBase {
   static_assert(detail::are_trainer_arguments<Model, Optimizer>());
@@ -140,37 +142,36 @@ class Trainer : public TrainerBase {
 
   ~Trainer() override { end(); }
 
-  /// Trains until it has gone through the batches so often, or made so many updates; in training mode, unless the model
-  /// is in it already, with all that its owner has frozen. Epochs count on from the last `fit`.
+  /// Trains for the given number of epochs or updates. Epochs continue the count of the last `fit`. Puts the model in
+  /// training mode unless it is already, so that submodules in evaluation mode can stay in it.
   FitReport fit(auto&& batches, const FitOptions& options = {}) {
     detail::BatchesOf any(batches, model_, objective_);
     return fit_with(any, options);
   }
 
-  /// The model's mean loss and other metrics: in evaluation mode, without gradients, the batches gone through once.
+  /// Returns the mean loss and other metrics over the batches, in evaluation mode and without gradients.
   template <class... Metrics>
   Evaluation evaluate(auto&& batches, Metrics... metrics) {
     detail::BatchesOf any(batches, model_, objective_);
     return evaluate_with(any, detail::Evaluator(std::move(metrics)...));
   }
 
-  /// The same of several processes, each of which has its share of the batches and calls this: the mean over all. A
-  /// metric has `reduce` then, as `Accuracy`.
+  /// Like `evaluate`, for several ranks: each passes its share of the batches, and all get the result over every share.
+  /// Metrics need `reduce`, as `Accuracy` has.
   template <class... Metrics>
   Evaluation evaluate_on_all(auto&& batches, Metrics... metrics) {
     detail::BatchesOf any(batches, model_, objective_);
     return evaluate_with(any, detail::Evaluator(std::move(metrics)...), /*on_all=*/true);
   }
 
-  /// Evaluates as `evaluate_on_all`, for a policy inside `fit`. A signal ends both at the next batch; then it returns
-  /// nullopt.
+  /// Like `evaluate_on_all`, for a policy inside `fit`. A signal ends both at the next batch; it then returns nullopt.
   template <class... Metrics>
   std::optional<Evaluation> validate(auto&& batches, Metrics... metrics) {
     detail::BatchesOf any(batches, model_, objective_);
     return validate_with(any, detail::Evaluator(std::move(metrics)...));
   }
 
-  /// One micro-batch. True if it closed the window, and the parameters moved.
+  /// Trains on one micro-batch. Returns true if it closed the window and updated the parameters.
   bool step(auto&& batch) { return step_with(detail::BatchOf(batch, model_, objective_)); }
 
   Model& model() { return model_; }
@@ -178,11 +179,11 @@ class Trainer : public TrainerBase {
   Optimizer& optimizer() { return optimizer_; }
   void check_optimizer_state() override { OptimizerState(optimizer_, module()).check(); }
   template <class Hook>
-  static constexpr bool has =  ///< one of its policies has it
+  static constexpr bool has =  ///< true if a policy has the hook
       (Hook::template in<Progress> && !(std::derived_from<detail::policy_t<Policies>, Progress> || ...)) ||
       (Hook::template in<detail::policy_t<Policies>> || ...);
   template <class Hook>
-  static constexpr bool acts_in =  ///< the same, of those that do not only look on, as their member `looks_on` says
+  static constexpr bool acts_in =  ///< like `has`, without policies that have a member `looks_on`
       ((Hook::template in<detail::policy_t<Policies>> && !requires { detail::policy_t<Policies>::looks_on; }) || ...);
   template <class Policy>
   Policy& policy() {
@@ -194,7 +195,7 @@ class Trainer : public TrainerBase {
       return *policy;
     }
   }
-  /// Null where there is no such policy: it may be absent.
+  /// Returns the policy of this type, or nullptr if there is none.
   template <class Policy>
   Policy* find_policy() {
     if constexpr (count_of<Policy> == 1)

@@ -29,84 +29,82 @@ class Shards;
 struct AnyTraining;
 }  // namespace detail
 
-/// A Trainer of whatever model, optimizer, objective and policies: all of it that does not name their types. What a
-/// policy is attached to, `void attach(ga::TrainerBase& trainer)`, if it does not ask for more.
+/// The part of Trainer that does not depend on its template arguments. `attach` of a policy receives it.
 class TrainerBase {
  public:
-  TrainerBase& operator=(TrainerBase&&) = delete;  // policies may hold on to it
+  TrainerBase& operator=(TrainerBase&&) = delete;  // policies may keep its address
   GRADACCUM_INLINE virtual ~TrainerBase();
 
-  /// Steps with the window as it is, and its true mean. True if the parameters moved.
+  /// Closes an incomplete window, with the mean over its items so far. Returns true if it updated the parameters.
   bool flush();
-  /// Forgets the window.
+  /// Discards the window.
   void discard();
-  /// Ends `fit` after the micro-batch in hand, and its tail. The report says why.
+  /// Ends `fit` after the current micro-batch and its tail. The report contains the reason.
   void stop(std::string why = {});
-  /// Like stop(), when every process reaches the same decision at the same step.
+  /// Like stop(), for a decision that all ranks make at the same step.
   void stop_on_all(std::string why);
-  /// Ends `fit` without its tail, after a signal, so that another program can resume from a state.
+  /// Ends `fit` after a signal, without its tail, so that another process can resume from a state.
   void interrupt(int signal);
 
   virtual torch::nn::Module& module() = 0;
-  virtual double learning_rate() = 0;          ///< of the first parameter group; NaN if the optimizer does not tell
-  at::Device device() const;                   ///< of the first parameter
-  std::vector<at::Tensor> parameters() const;  ///< of the optimizer
-  std::string optimizer_name() const;          ///< of its class
-  std::int64_t updates() const;                ///< how often the parameters have moved
-  /// Returns what updates() will be at the end of the running `fit`, when it was `at_epoch_begin` at the begin of this
-  /// epoch. None if that cannot be told: it takes a number of epochs or updates, ranges that tell their size, and
-  /// windows of a number of micro-batches.
+  virtual double learning_rate() = 0;          ///< the first parameter group's; NaN if the optimizer has no get_lr()
+  at::Device device() const;                   ///< the device of the first parameter
+  std::vector<at::Tensor> parameters() const;  ///< the optimizer's parameters
+  std::string optimizer_name() const;          ///< the optimizer's class
+  std::int64_t updates() const;                ///< number of updates over all calls of `fit` and `step`
+  /// Predicts updates() at the end of this `fit` from its value at the start of the epoch. Returns nullopt unless `fit`
+  /// has a limit in epochs or updates only, batches have a size(), and windows a known number of micro-batches.
   std::optional<std::int64_t> planned_updates(std::int64_t at_epoch_begin) const;
-  /// Returns what updates() would have been at the begin of this epoch if all its windows so far had been as they are
-  /// now: of as many micro-batches, on as many ranks.
+  /// Returns the value that updates() would have had at the start of this epoch if all windows since had the current
+  /// number of micro-batches and ranks.
   std::int64_t updates_at_epoch_begin() const;
-  bool closing() const;        ///< this backward fills the window; of a flushed one, none does
-  const Step& window() const;  ///< epoch, micro_batches, samples, items so far
+  bool closing() const;        ///< true if the current backward pass fills the window; false when flush() closes it
+  const Step& window() const;  ///< epoch, micro_batches, samples and items of the current window so far
   const FitStatus& status() const;
-  /// Tells all policies what was found: what `Validate` does, and who evaluates in a policy of their own.
-  /// `EarlyStopping` counts what was `due`.
+  /// Passes an evaluation to `on_validation` of all policies. Call it from a policy that evaluates, as `Validate` does.
+  /// `EarlyStopping` counts `due` evaluations only.
   void validated(std::string name, Evaluation found, bool due = true);
-  /// For `attach`: there will be numbers of these names, `validation/loss`.
+  /// Announces, in `attach`, metrics that validated() will receive under this name, as in `validation/loss`.
   void will_validate(const std::string& name, const std::vector<std::string>& metrics);
-  /// Announces one number, and which is better, if that is known.
+  /// Announces one metric, with its mode if that is known.
   void will_validate(const std::string& name, const std::string& metric, std::optional<Mode> mode);
-  /// Returns all that will_validate() was told. Complete once all policies are attached.
+  /// Returns the announced metrics. Complete once all policies are attached.
   const MetricModes& metrics() const;
-  /// Counts the bytes of parameters, optimizer state and gradients now. Copies nothing, and does not wait.
+  /// Returns the bytes of parameters, optimizer state and gradients. Copies nothing, and does not synchronize.
   MemoryByKind memory_by_kind();
-  /// Gives `see` the tensors that these are, each with its kind; one that is undefined, too.
+  /// Calls `see` with each tensor that memory_by_kind() counts, and its kind. Tensors may be undefined.
   void for_each_held(c10::function_ref<void(std::int64_t MemoryByKind::*kind, const at::Tensor& tensor)> see);
   void set_accumulate_in(std::optional<at::ScalarType> dtype);
   void set_in_backward(bool on);
   bool steps_in_backward() const;
-  void set_batch_size(std::int64_t samples);  ///< of a window; 0: nobody counts them
-  void will_set_learning_rate();              ///< for `attach`: for each update, whatever the optimizer was given
-  bool is_first() const;                      ///< of all processes, the one that writes and shows
+  void set_batch_size(std::int64_t samples);  ///< samples per window; 0: not counted
+  void will_set_learning_rate();              ///< announces, in `attach`, that a policy sets the rate for each update
+  bool is_first() const;                      ///< true on rank 0, which writes files and shows progress
   bool others_continue();
-  /// For `attach`: runs this when all policies are attached, so that it need not be taken back where one is refused;
-  /// at once if they are.
+  /// Calls `run` once all policies are attached, immediately if they are. In `attach` it then need not be undone if
+  /// another policy throws.
   void when_built(std::function<void()> run);
 
-  /// Saves or loads all that a training needs to go on to the bit; see `ga::save`. Between micro-batches.
+  /// Saves or loads everything that a bitwise identical resume needs; see `ga::save`. Call it between micro-batches.
   void state(Archive& archive);
-  /// Throws where the optimizer has no state that can be saved.
+  /// Throws if the optimizer's state cannot be saved.
   virtual void check_optimizer_state() = 0;
 
  protected:
   explicit TrainerBase(std::unique_ptr<detail::AnyOptimizer> optimizer);
   /// Attaches all policies.
   void built();
-  /// For the destructor of the class that is derived from it: policies see a whole Trainer until they are gone.
+  /// Destroys the policies. The derived class's destructor calls it, so that they see a complete Trainer until then.
   void end();
 
   FitReport fit_with(detail::AnyBatches& batches, const FitOptions& options);
   bool step_with(const detail::AnyBatch& batch);
-  /// `on_all`: the batches are this process's share of those of all.
+  /// Evaluates. With `on_all`, the batches are this rank's share of the evaluation.
   Evaluation evaluate_with(detail::AnyBatches& batches, detail::Evaluator evaluator, bool on_all = false);
   std::optional<Evaluation> validate_with(detail::AnyBatches& batches, detail::Evaluator evaluator);
   void add(std::unique_ptr<detail::AnyPolicy> policy);
   detail::AnyPolicy* find_policy(const std::type_info& type) const;
-  std::shared_ptr<detail::Shards> shards() const;  ///< the parts of the optimizer that processes divide, or none
+  std::shared_ptr<detail::Shards> shards() const;  ///< the shards of the optimizer; null if it is not sharded
 
   virtual void archive_optimizer(Archive& archive) = 0;
 
@@ -121,9 +119,9 @@ class TrainerBase {
   friend struct detail::AnyTraining;
 
   void set_peers(std::shared_ptr<detail::Communicator> peers);
-  std::shared_ptr<detail::Communicator> peers() const;  ///< other processes, or none
+  std::shared_ptr<detail::Communicator> peers() const;  ///< the exchange with other ranks; null for a single process
   detail::Loop& loop() { return *loop_; }
-  void finish_background_save();  ///< waits for a state that a thread writes
+  void finish_background_save();  ///< waits until a thread has written its state
 
   std::unique_ptr<detail::Loop> loop_;
 };

@@ -40,10 +40,10 @@ namespace gradaccum {
 ///     ga::save("runs/by_hand", training);
 ///     ga::load("runs/by_hand", training);
 ///
-/// A model's parameters and buffers, by name. Loading keeps the tensors, but those on the CPU may get other memory,
-/// together with all their views. Different names or shapes throw an error that lists them, unless changes are allowed;
-/// then what fits is loaded. Loading also freezes and unfreezes the parameters (`requires_grad`) as they were, unless
-/// changes are allowed. `leave_out` names buffers that are not of the state, those that grow with the data, say.
+/// `ModelState` has a model's parameters and buffers by name. Loading keeps the tensor objects, but CPU tensors and
+/// their views may get different memory. Different names or shapes throw an error that lists them, unless changes are
+/// allowed: then everything that fits is loaded. Loading also restores `requires_grad` of the parameters, unless
+/// changes are allowed. `leave_out` names buffers that are not saved, for example buffers that grow with the data.
 class ModelState {
  public:
   template <model Model>
@@ -56,8 +56,9 @@ class ModelState {
   std::vector<std::string> leave_out_;
 };
 
-/// An optimizer's state by `model`'s parameter names, the options of its parameter groups, and an accumulator's window,
-/// even if incomplete. Supports LibTorch's optimizers except LBFGS, ours, and any with its own `state(Archive&)`.
+/// An optimizer's state by the model's parameter names, the options of its parameter groups, and an accumulator's
+/// window, even if incomplete. Supports LibTorch's optimizers except LBFGS, this library's, and any class with
+/// `state(Archive&)`.
 template <class Optimizer>
 class OptimizerState {
  public:
@@ -105,7 +106,8 @@ class OptimizerState {
   std::shared_ptr<detail::Shards> shards_;
 };
 
-/// The states of the default generators of the CPU and all devices in use. Loading throws for other devices.
+/// The states of the default random number generators of the CPU and all devices in use. Loading throws for other
+/// devices.
 ///
 /// @note Synchronizes with the devices in use.
 class RandomState {
@@ -127,8 +129,8 @@ struct SaveOptions {
 
 /// The state to load, and permitted differences.
 struct LoadOptions {
-  bool allow_changes = false;  ///< load what fits, even if the model, data or settings differ
-  bool best = false;  ///< load the state with the best validation rather than the newest: see `SaveState::keep_best`
+  bool allow_changes = false;  ///< load all values that fit, even if the model, data or settings differ
+  bool best = false;           ///< load the state with the best validation, not the newest: see `SaveState::keep_best`
 };
 
 namespace detail {
@@ -139,8 +141,8 @@ class Communicator;
 struct AnyTraining {
   std::function<std::int64_t()> updates;
   std::function<void(Archive&)> state;
-  std::function<void()> finish_background_save = [] {};  ///< waits for a state of it that a thread writes
-  std::shared_ptr<const Communicator> peers = nullptr;   ///< all processes of the training, if there are several
+  std::function<void()> finish_background_save = [] {};  ///< waits until a thread has written its state
+  std::shared_ptr<const Communicator> peers = nullptr;   ///< the ranks of the training, if there are several
 
   template <saveable Training>
   requires(!std::same_as<Training, AnyTraining>)
@@ -152,20 +154,20 @@ struct AnyTraining {
   }
 };
 
-/// A state that is being saved. All ranks construct one together; each writes its part alone, and rank 0 finishes.
+/// Writes a state. All ranks construct one together; each writes its part independently, and rank 0 finishes.
 class StateWriter {
  public:
   StateWriter(const std::filesystem::path& directory, const AnyTraining& training);
 
-  /// Returns, once, the values that this rank writes; its tensors are those of the training.
+  /// Moves out the values that this rank writes. Their tensors are the training's own.
   Archive take_values() { return std::move(archive_); }
 
   /// Writes this rank's tensors to the folder by `write`, which returns the files; on ranks other than 0 also a list of
-  /// them, for rank 0. Sends nothing, so that any thread may call it.
+  /// them, for rank 0. Sends no messages, so that any thread may call it.
   void write(c10::function_ref<StateFiles(const std::filesystem::path& folder)> write);
 
-  /// On rank 0: gives the state its name once all ranks have written, and returns its path. Throws if one of them has
-  /// not, and `keeps_waiting` is false. Does nothing on other ranks.
+  /// On rank 0, gives the state its name once all ranks have written, and returns its path. Throws if a rank has not
+  /// written when `keeps_waiting` returns false. Does nothing on other ranks.
   std::filesystem::path finish(c10::function_ref<bool()> keeps_waiting);
 
  private:
@@ -173,7 +175,7 @@ class StateWriter {
 
   int rank_ = 0, world_size_ = 1;
   Archive archive_;
-  std::unique_ptr<UnfinishedState> state_;  // of rank 0
+  std::unique_ptr<UnfinishedState> state_;  // on rank 0 only
   std::filesystem::path folder_;
   Manifest manifest_;
 };
@@ -184,9 +186,9 @@ std::filesystem::path load(const std::filesystem::path& directory, const AnyTrai
 /// Returns `path` if it is a state, otherwise the newest state in it.
 std::optional<std::filesystem::path> newest_state(const std::filesystem::path& path);
 
-/// The result of a validation that a state's manifest records; empty if there was none.
+/// The validation result in a state's manifest; empty if there was none.
 struct MeasuredState {
-  std::optional<std::string> metric = {}, better = {};  ///< better: min or max
+  std::optional<std::string> metric = {}, better = {};  ///< better: `min` or `max`
   std::optional<double> number = {};
   void state(Archive& archive);
 };
@@ -198,7 +200,7 @@ std::vector<std::filesystem::path> best_states(const std::filesystem::path& dire
 std::filesystem::path of_rank_0(const Communicator* peers,
                                 const std::function<std::optional<std::filesystem::path>()>& find);
 
-/// Broadcasts rank 0's path.
+/// Returns rank 0's path on all ranks.
 std::filesystem::path path_of_first(const Communicator* peers, const std::filesystem::path& own);
 
 /// Reads and checks a state; an error on one rank is rethrown on every rank.
@@ -215,7 +217,7 @@ void check_can_be_saved(const AnyTraining& training);
 
 }  // namespace detail
 
-/// Saves all that a training needs to resume bit for bit in a new folder of `directory`, `step-000040` at update 40.
+/// Saves everything that a bitwise identical resume needs to a new folder in `directory`, `step-000040` at update 40.
 ///
 ///     ga::Trainer trainer(model, sgd, [](auto& net, auto& batch) {
 ///       return torch::mse_loss(net->forward(batch.data), batch.target);
@@ -224,17 +226,16 @@ void check_can_be_saved(const AnyTraining& training);
 ///     ga::save("runs/1", trainer);
 ///     std::cout << ga::load("runs/1", trainer);             // "runs/1/step-000040", say
 ///
-/// A state is a folder of safetensors files, one per part (`model.safetensors`, `optimizer.safetensors`), and a JSON
-/// manifest with numbers, strings and checksums. It is written under a temporary name, synced and renamed: if the
-/// process is killed, no incomplete state remains under its name, and the next `save` removes the rest. If the name is
-/// taken, it is `step-000040.1`. Only one process may write at a time. A directory with states of more updates belongs
-/// to another run, and throws.
+/// A state is a folder of safetensors files, one per part (`model.safetensors`), and a JSON manifest with numbers,
+/// strings and checksums. It is written under a temporary name, synced and renamed: if the process is killed, no
+/// incomplete state has its name, and the next `save` removes the remains. If the name is taken, it is `step-000040.1`.
+/// Only one process may write at a time. Throws if the directory has states with more updates, since they belong to
+/// another run; and `std::runtime_error`, naming the file, if writing fails. Earlier states are unchanged then.
 ///
-/// A training is a Trainer, or a class of your own made of the parts above. With several processes it also has
-/// `peers()`, those of its `Replicas`: all ranks call `save`, each writes its own tensors, and rank 0 all else. Throws
-/// `std::runtime_error` with the name of a file that could not be written; earlier states are unchanged.
+/// A training is a Trainer, or a class of your own that saves the parts above. With several ranks it also needs
+/// `peers()`, from its `Replicas`: all ranks call `save`, each writes its own tensors, and rank 0 the rest.
 ///
-/// @note Waits for the disk. Copies one tensor at a time from a device; takes no memory for tensors on the CPU.
+/// @note Waits for the disk. Copies one tensor at a time from a device, and no tensors on the CPU.
 template <saveable Training>
 std::filesystem::path save(const std::filesystem::path& directory, Training& training, SaveOptions options = {}) {
   return detail::save(directory, detail::AnyTraining(training), options);
@@ -242,11 +243,11 @@ std::filesystem::path save(const std::filesystem::path& directory, Training& tra
 
 /// Loads the newest or best state in `directory`, or `directory` itself if it is a state. Returns its folder.
 ///
-/// Every byte is checked against the manifest first. A damaged state throws an error that names the file and the newest
-/// intact state; one of another model, optimizer, data or settings an error that names both sides. Nothing has changed
-/// then, provided that `state` follows the rules of `Archive`.
+/// Checks every byte against the manifest first. Throws for a damaged state, with the names of the file and of the
+/// newest intact state, and for a state of a different model, optimizer, data or settings, with both values. Nothing
+/// has changed then, provided that `state` follows the rules of `Archive`.
 ///
-/// @note Takes memory for everything that it reads, and frees what was there before: see `ModelState`.
+/// @note Takes memory for all loaded tensors, and frees the memory of the previous ones: see `ModelState`.
 template <saveable Training>
 std::filesystem::path load(const std::filesystem::path& directory, Training& training, LoadOptions options = {}) {
   return detail::load(directory, detail::AnyTraining(training), options);

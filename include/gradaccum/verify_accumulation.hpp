@@ -24,7 +24,7 @@ struct VerifyAccumulationOptions {
   std::optional<double> tolerance = {};  ///< by default 1e-10 for float64, 1e-4 for float32, 10 roundings for 16 bits
 };
 
-/// The differences between gradients of micro-batches and of one batch, and their causes. Prints as a table.
+/// The differences between gradients of micro-batches and of one batch, and their causes. Printable.
 struct AccumulationReport {
   struct Parameter {
     std::string name;
@@ -71,19 +71,19 @@ std::vector<std::int64_t> rows_of_parts(std::int64_t rows, std::int64_t steps);
 ///     std::cout << report;                                // a table, and a sentence for each cause
 ///     TORCH_CHECK(report.exact(), "micro-batches must do what one batch does");
 ///
-/// `objective(model, batch)` gets the model as given (a `ModuleHolder`, a `shared_ptr`, a `Module&`), and returns the
-/// batch's mean loss, or `ga::Loss{mean, items}`. A batch is a tensor, two named `data` and `target`, a pair or tuple
-/// of tensors, a map of them by name or a `data::SequenceBatch`, all split by rows, or a vector. For other types,
-/// `split(batch, steps)` returns `steps` micro-batches. A batch needs a row for each micro-batch.
+/// `objective(model, batch)` receives the model as it was passed and returns the batch's mean loss, or `ga::Loss{mean,
+/// items}`. A batch is a tensor, a struct of `data` and `target`, a pair, tuple or map of tensors, or a
+/// `data::SequenceBatch`, all split by rows, or a vector. For other types, `split(batch, steps)` returns `steps`
+/// micro-batches. Each needs at least a row.
 ///
-/// Finds the causes if gradients differ, or change with the random state, by experiment: with modules in evaluation
-/// mode, and with other weights for the micro-batches.
+/// Finds causes of differences, or of gradients that change with the random state, by experiments: modules in
+/// evaluation mode, and different weights of the micro-batches.
 ///
 /// Restores the model, even after an exception: parameters, `.grad`, buffers, the mode of every module, and the random
-/// state of the CPU and of its devices. Other state that the objective changes is not restored.
+/// state of the CPU and the model's devices. Other effects of the objective are not undone.
 ///
-/// @note Synchronizes. Takes the memory of one large batch, of the model, and of three sets of its gradients.
-/// Takes the time of three passes, and of some more for each cause.
+/// @note Synchronizes. Takes memory for the whole batch, a copy of the model, and three sets of its gradients; and the
+/// time of three passes, and of some more per cause.
 template <class Model, class Objective, class Batch>
 AccumulationReport verify_accumulation(Model&& model, Objective objective, Batch batch,
                                        VerifyAccumulationOptions options = {}) {
@@ -102,7 +102,7 @@ AccumulationReport verify_accumulation(Model&& model, Objective objective, Batch
   return verify_accumulation(model, std::move(objective), std::move(batch), options, split_rows);
 }
 
-/// Checks micro-batches that `split(batch, steps)` makes, for a batch of any type.
+/// Checks micro-batches that `split(batch, steps)` returns, for a batch of any type.
 template <class Model, class Objective, class Batch, class Split>
 AccumulationReport verify_accumulation(Model&& model, Objective objective, Batch batch,
                                        VerifyAccumulationOptions options, const Split& split) {

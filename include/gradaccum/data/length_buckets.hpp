@@ -21,18 +21,18 @@ namespace gradaccum::data {
 struct LengthBucketsOptions {
   std::int64_t batch_size = 0;          ///< sequences per batch; either this or `tokens`
   std::int64_t tokens = 0;              ///< maximum elements per batch, with padding: sequences x longest
-  bool shuffle = false;                 ///< new batches in a new order every epoch; else the longest first
-  std::uint64_t seed = 0;               ///< batches depend on the seed and the epoch alone
-  at::Scalar padding = 0;               ///< fills up `data`
-  at::Scalar target_padding = -100;     ///< fills up token targets: cross_entropy's ignore_index
-  std::int64_t pad_to_multiple_of = 1;  ///< few shapes, as graphs and kernels are for one each; see `summary()`
-  bool drop_last = false;               ///< leaves out the batch of fewer than `batch_size` sequences
+  bool shuffle = false;                 ///< new batches in a new order every epoch; false: the longest first
+  std::uint64_t seed = 0;               ///< batches depend on the seed and the epoch only
+  at::Scalar padding = 0;               ///< padding of `data`
+  at::Scalar target_padding = -100;     ///< padding of token targets, by default cross_entropy's ignore_index
+  std::int64_t pad_to_multiple_of = 1;  ///< larger: fewer shapes, and so fewer graphs and kernels; see `summary()`
+  bool drop_last = false;               ///< leave out the batch with fewer than `batch_size` sequences
   std::int64_t mega_batch = 50;  ///< if shuffled: batches sorted together; more: less padding and less randomness
-  std::int64_t rank = 0;         ///< every `world_size`-th batch is this rank's
+  std::int64_t rank = 0;         ///< this rank, which gets every `world_size`-th batch
   std::int64_t world_size = 1;   ///< number of ranks that share the batches
 };
 
-/// A batch of sequences, the longest first.
+/// A batch of sequences, longest first.
 struct SequenceBatch {
   at::Tensor data;            ///< [n, longest, …]
   at::Tensor target;          ///< [n, …], or token targets [n, longest target, …]
@@ -40,7 +40,7 @@ struct SequenceBatch {
   at::Tensor target_lengths;  ///< int64 [n], on the CPU, for token targets; undefined if targets are rows
   at::Tensor indices;         ///< int64 [n], on the CPU: indices of the sequences in the list
   std::int64_t tokens = 0;    ///< the sum of `lengths`
-  std::int64_t multiple = 1;  ///< `pad_to_multiple_of`, which `narrow` keeps to
+  std::int64_t multiple = 1;  ///< `pad_to_multiple_of`, which `narrow` applies, too
 
   std::int64_t rows() const { return indices.size(0); }
   /// Returns the sequences [from, from + count), padded to the longest of them and to the multiple.
@@ -49,20 +49,20 @@ struct SequenceBatch {
   SequenceBatch to(at::Device device) const;
 };
 
-/// The tensors of a batch, for `save_step` and `CompiledStep`.
+/// Returns the tensors of a batch, for `save_step` and `CompiledStep`.
 std::vector<at::Tensor> batch_tensors(const SequenceBatch& batch);
-/// The sequences [from, to) of a batch, for `FitMemory`.
+/// Returns the sequences [from, to) of a batch, for `FitMemory`.
 SequenceBatch slice(const SequenceBatch& batch, std::int64_t from, std::int64_t to);
 
-/// The batches of an epoch in numbers. Printed: `70 batches in 12 shapes, 9.6 % padding`.
+/// Statistics of an epoch's batches. Prints as `70 batches in 12 shapes, 9.6 % padding`.
 struct LengthBucketsSummary {
   std::int64_t batches = 0;
   std::int64_t shapes = 0;  ///< different sizes of `data` and of token targets
-  double padding = 0;       ///< share of padding in `data`, from 0 to 1
+  double padding = 0;       ///< fraction of padding in `data`, in [0, 1]
 };
 std::ostream& operator<<(std::ostream& out, const LengthBucketsSummary& summary);
 
-/// Batches of sequences of similar lengths, so that there is little padding.
+/// Forms batches of sequences of similar lengths, so that there is little padding.
 ///
 ///     std::vector<at::Tensor> texts{torch::randint(9, {7}), torch::randint(9, {30}), torch::randint(9, {8})};
 ///     ga::data::LengthBuckets buckets(texts, torch::tensor({0, 1, 0}), {.tokens = 32, .shuffle = true, .seed = 0});
@@ -71,29 +71,29 @@ std::ostream& operator<<(std::ostream& out, const LengthBucketsSummary& summary)
 ///       std::cout << batch.data.sizes() << ", padding: " << batch.data.numel() - batch.tokens << mask << '\n';
 ///     }
 ///
-/// If shuffled, an epoch's random order is cut into mega-batches of 50 batches (for a short list, a quarter of it, but
-/// at least 4). Each is sorted by length and cut into batches, and all batches are shuffled. Otherwise the whole list
-/// is sorted, the longest first, so that a batch that exceeds memory shows at once; `indices` restore the order of
-/// results. An epoch has every sequence once, except for those that `drop_last` leaves out. With `rank` and
-/// `world_size` of a `ProcessGroup`, all ranks make the same batches and take them in turn. Padded to a multiple, all
-/// batches of a length but one have as many rows: what a mega-batch leaves over begins the next one.
+/// Order. If shuffled, an epoch's random order is cut into mega-batches of 50 batches (for a short list, a quarter of
+/// it, but at least 4). Each is sorted by length and cut into batches, and all batches are shuffled. Otherwise the
+/// whole list is sorted, longest first, so that a batch that exceeds memory fails first; `indices` restore the order.
 ///
-/// `sequences` are [length, …], length >= 1, alike in dtype, device and other dimensions, of any strides, and not
-/// copied. `targets` is a tensor with a row for each, or a list of tensors: token targets, which are padded, too. A
-/// batch has its own memory. Only one loop runs at a time: each `begin()` starts the next epoch, or resumes one after
-/// `load_state`.
+/// Ranks. With `rank` and `world_size` of a `ProcessGroup`, all ranks form the same batches and take them in turn.
 ///
-/// @note Does not synchronize: a batch's indices go to CUDA from pinned memory. Takes 16 bytes per sequence.
+/// `sequences` are [length, …], length >= 1, equal in dtype, device and other dimensions; they are not copied.
+/// `targets` is a tensor with a row per sequence, or a list of tensors: token targets, which are padded, too. Only one
+/// loop runs at a time: each `begin()` starts the next epoch, or resumes one after `load_state`.
+///
+/// @note Does not synchronize: a batch's indices are copied to CUDA from pinned memory. Takes 16 bytes per sequence.
+/// With `pad_to_multiple_of`, all batches of a length but one have equal numbers of rows: the remainder of a mega-batch
+/// begins the next one.
 class LengthBuckets : public EpochLoops<SequenceBatch> {
  public:
   LengthBuckets(std::vector<at::Tensor> sequences, at::Tensor targets, LengthBucketsOptions options);
   LengthBuckets(std::vector<at::Tensor> sequences, std::vector<at::Tensor> targets, LengthBucketsOptions options);
 
   std::int64_t rows() const { return sequences_.size(); }
-  /// The number of this rank's batches in the current epoch, or the next one. With a budget of tokens, shuffled epochs
+  /// Returns the number of this rank's batches in the current epoch, or the next one. With `tokens`, shuffled epochs
   /// may differ.
   std::int64_t size() const { return share().of(all_of(state().epoch)); }
-  /// Counts the batches that `size()` counts, their shapes and padding. Other lengths of targets are other shapes.
+  /// Counts the batches of `size()`, their shapes, including token targets', and padding.
   LengthBucketsSummary summary() const;
 
  private:
@@ -111,7 +111,7 @@ class LengthBuckets : public EpochLoops<SequenceBatch> {
   LengthBucketsOptions options_;
   mutable std::optional<std::int64_t> cut_epoch_;  // the epoch of `batches_`
   mutable std::vector<Rows> batches_;
-  mutable std::map<std::int64_t, std::int64_t> sizes_;  // by epoch, as a schedule asks for all epochs at each begin
+  mutable std::map<std::int64_t, std::int64_t> sizes_;  // by epoch; schedules read all of them in each epoch
 };
 
 }  // namespace gradaccum::data

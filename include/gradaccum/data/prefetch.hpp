@@ -21,11 +21,10 @@ namespace gradaccum::data {
 
 /// Options for `Prefetch`.
 struct PrefetchOptions {
-  std::int64_t depth = 2;  ///< maximum number of batches ready ahead; >= 1
-  /// Moves batches to this device; to CUDA from pinned memory, by copies that do not synchronize.
+  std::int64_t depth = 2;  ///< maximum number of batches prepared ahead, >= 1
+  /// Moves batches to this device; to CUDA from pinned memory, without synchronizing.
   std::optional<c10::Device> device = std::nullopt;
-  /// Lets batches draw from LibTorch's default generators. Their draws differ from those without `Prefetch`, and from
-  /// run to run.
+  /// Allows batches to draw from LibTorch's default generators. Their random numbers then differ between runs.
   bool allow_draws = false;
 };
 
@@ -39,26 +38,22 @@ struct PrefetchOptions {
 ///         loss.backward();
 ///       }
 ///
-/// Works with any range. Results are as without it, to the bit: batches, their order, epochs that were left early, an
-/// exception at its batch, `state()` (that of the current batch) and runs resumed from it. Two things are up to the
-/// range, or are refused:
+/// Works with any range. Batches, states and resumed runs are bitwise the same as without it. A range that is passed as
+/// an lvalue is held by reference, and must not be used during the loop. It must not reuse a tensor for several
+/// batches.
 ///
-/// Random numbers: `begin()` of the range, and its first batch, run in the loop's own thread, so a RandomSampler draws
-/// as it would without `Prefetch`. A later batch that draws from LibTorch's default generators, from which training
-/// draws at the same time, is an error that names the operation: give the range a generator of its own, or
-/// `allow_draws`. Draws by a DataLoader's workers are not detected; their order is no more certain without `Prefetch`.
+/// Random numbers. `begin()` of the range and its first batch run in the loop's thread. Throws, naming the operation,
+/// if a later batch draws from LibTorch's default generators, which training uses at the same time: give the range its
+/// own generator, or set `allow_draws`.
 ///
-/// Position: if a range of your own has `state(Archive&)`, the thread calls it after each batch. If it has `place()`,
-/// which returns any cheap value, and `go_back(place)`, those are used instead. Without them, a loop that was left early
-/// leaves the range up to `depth` batches further, so `begin()` must start anew, as it does for containers and for
-/// LibTorch's loaders.
+/// Position. The thread calls `state(Archive&)` of a range after each batch, or instead `place()`, which returns a
+/// cheap value, and `go_back(place)`. Without these members, a loop that is left early leaves the range up to `depth`
+/// batches ahead, so its `begin()` must restart, as for containers and LibTorch's loaders.
 ///
-/// An lvalue is held by reference, and must not be used until the loop is over; an rvalue is moved. Batches are copied
-/// or moved out of the range, but tensors are not, so it must not fill one tensor again and again. The thread has the
-/// modes, memory meter and streams of the loop's thread, but uses no further threads for its operations. Only one loop
-/// runs at a time. Leaving a loop, and saving a state, waits for the batch that is being prepared.
-///
-/// @note Does not synchronize. At most `depth` batches are ready, besides the current one.
+/// @note Does not synchronize. Only one loop runs at a time. Draws by a DataLoader's workers are not detected. Prepares
+/// at most `depth` batches beyond the current one. Leaving a loop, and saving a state, waits for the batch that is
+/// being prepared. The thread has the modes, memory meter and streams of the loop's thread, and uses no additional
+/// threads for its operations.
 template <class Range>
 class Prefetch {
   using Bare = std::remove_reference_t<Range>;
@@ -91,7 +86,7 @@ class Prefetch {
   }
   std::default_sentinel_t end() const { return {}; }
 
-  /// The size of the range at the current batch.
+  /// Returns the size of the range at the current batch.
   std::int64_t size() const requires requires(const Bare& range) {
     { range.size() } -> std::convertible_to<std::int64_t>;
   }
@@ -135,7 +130,7 @@ class Prefetch {
   };
 
   /// Moves to the next batch. Returns false if there is none. The range's `begin()` and first batch run in the loop's
-  /// own thread.
+  /// thread.
   bool advance() {
     in_hand_.reset();
     if (pass_) {

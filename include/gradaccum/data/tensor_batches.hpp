@@ -17,9 +17,9 @@ namespace gradaccum::data {
 struct TensorBatchesOptions {
   std::int64_t batch_size = 64;  ///< rows per batch, >= 1
   bool shuffle = false;          ///< a new order every epoch
-  std::uint64_t seed = 0;        ///< order depends on the seed and the epoch alone
-  bool drop_last = false;        ///< leaves out a last, smaller batch
-  std::int64_t rank = 0;         ///< every `world_size`-th batch is this rank's
+  std::uint64_t seed = 0;        ///< the order depends on the seed and the epoch only
+  bool drop_last = false;        ///< leave out a last, smaller batch
+  std::int64_t rank = 0;         ///< this rank, which gets every `world_size`-th batch
   std::int64_t world_size = 1;   ///< number of ranks that share the batches
 };
 
@@ -27,7 +27,7 @@ struct TensorBatchesOptions {
 
 namespace gradaccum::detail {
 
-/// The rows of the batches of each epoch.
+/// Computes the rows of each batch of an epoch.
 class RowOrder {
  public:
   /// All `tensors` must have the same number of rows. The order is on the device of the first.
@@ -43,7 +43,7 @@ class RowOrder {
   std::int64_t rows_ = 0;
   at::Device device_ = at::kCPU;
   data::TensorBatchesOptions options_;
-  mutable at::Tensor order_;  // of `epoch_`
+  mutable at::Tensor order_;  // order of `epoch_`
   mutable std::int64_t epoch_ = 0;
 };
 
@@ -65,13 +65,13 @@ struct Batch {
 ///         loss.backward();
 ///       }
 ///
-/// With `rank` and `world_size` of a `ProcessGroup`, all ranks make the same batches, those of one process, and take
-/// them in turn; some may have one less.
+/// Ranks. With `rank` and `world_size` of a `ProcessGroup`, all ranks form the same batches and take them in turn; some
+/// may have one fewer.
 ///
 /// `inputs` and `targets` have the same number of rows (dim 0). Without shuffling, a batch is a view of them. Only one
 /// loop runs at a time: each `begin()` starts the next epoch, or the rest of one after `load_state`.
 ///
-/// @note Does not synchronize: an epoch's order goes to CUDA from pinned memory.
+/// @note Does not synchronize: an epoch's order is copied to CUDA from pinned memory.
 class TensorBatches : public EpochLoops<Batch> {
  public:
   TensorBatches(at::Tensor inputs, at::Tensor targets, TensorBatchesOptions options = {});
@@ -91,7 +91,7 @@ class TensorBatches : public EpochLoops<Batch> {
   detail::RowOrder order_;
 };
 
-/// Batches of tensors by name, such as those of a safetensors file, in the same way.
+/// Batches of named tensors, for example from a safetensors file. Otherwise like `TensorBatches`.
 ///
 ///     ga::data::NamedTensorBatches batches({{"x", x}, {"y", y}}, {.batch_size = 2, .shuffle = true});
 ///     for (auto& batch : batches) std::cout << batch.at("x").sizes() << '\n';

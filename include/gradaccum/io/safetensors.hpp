@@ -31,16 +31,16 @@ using Metadata = std::map<std::string, std::string>;
 ///     const ga::io::SafetensorsFile file("weights.safetensors");
 ///     for (auto& name : file.keys()) std::cout << name << ": " << file.get_tensor(name).sizes() << "\n";
 ///
-/// The header is validated first: its JSON, its names, and that the tensors fill the file without gaps or overlaps. The
-/// tensors' values are not, and may be NaN. Writing to a tensor changes what this object returns later, but neither the
-/// file nor other `SafetensorsFile`s. The file may be replaced or removed; if another process truncates it, this one is
-/// killed (SIGBUS): where that may happen, use `load_file`.
+/// Validates the header first: its JSON, its names, and that the tensors fill the file without gaps or overlaps. Values
+/// are not checked, and may be NaN. Writing to a tensor changes later results of this object, but neither the file nor
+/// other `SafetensorsFile`s. The file may be replaced or removed; if another process truncates it, this one is killed
+/// by SIGBUS: use `load_file` if that may happen.
 ///
 /// Throws `std::runtime_error` with the file's name for an invalid file, and `c10::Error` for an unknown name or a
 /// dtype that LibTorch lacks.
 ///
-/// @note Does not synchronize. Takes memory only for the header, for tensors that are written to, and for those
-/// that are not aligned to their dtype's size, which are copies.
+/// @note Does not synchronize. Takes memory only for the header, for tensors that are written to, and for copies of
+/// tensors that are not aligned to their dtype's size.
 class SafetensorsFile {
  public:
   explicit SafetensorsFile(const std::filesystem::path& path);
@@ -54,8 +54,8 @@ class SafetensorsFile {
   /// Returns a tensor on the CPU, which may outlive this object.
   at::Tensor get_tensor(const std::string& name) const;
 
-  /// Frees the memory of a tensor's data, except for pages that it shares with others, for files larger than the
-  /// memory. The next access reads from the disk again; writes to the tensor are lost.
+  /// Frees the memory of a tensor's data, except for pages that it shares with other tensors, so that files may be
+  /// larger than the memory. The next access reads from the disk again; writes to the tensor are lost.
   void release(const std::string& name) const;
 
  private:
@@ -81,9 +81,9 @@ Tensors load_file(const std::filesystem::path& path);
 ///
 ///     ga::io::save_file({{"x", x}, {"y", y}}, "data.safetensors", {{"made by", "a test"}});
 ///
-/// The file is byte for byte what Python would write, and the same tensors always give the same bytes. It is written
-/// under a temporary name, synced to the disk and renamed: if the process is killed, `path` is either the old file or
-/// the new one. Tensors may be on any device and have any strides; two that share memory are written twice. Throws for
+/// Python would write the same bytes, and equal tensors always give equal bytes. The file is written under a temporary
+/// name, synced to the disk and renamed: if the process is killed, `path` is either the old file or the new one.
+/// Tensors may be on any device and have any strides; tensors that share memory are written once each. Throws for
 /// tensors that the format cannot store (undefined, sparse, quantised, complex doubles), and `std::runtime_error` with
 /// the file's name for errors of the operating system; `path` is then unchanged.
 ///

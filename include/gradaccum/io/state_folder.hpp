@@ -12,8 +12,7 @@
 
 namespace gradaccum::io {
 
-/// Writes and syncs an archive's values to an existing, empty folder: tensors of part X to `X.safetensors`, others to
-/// `state.safetensors`, and all other values, with the checksums of these files, to `manifest.json`.
+/// Writes and syncs an archive's values to an existing, empty folder.
 ///
 ///     ga::Archive archive;
 ///     archive("weight", x);
@@ -21,8 +20,9 @@ namespace gradaccum::io {
 ///     ga::io::write_state(archive, "folder");
 ///     ga::Archive(ga::io::read_state("folder"))("weight", x);
 ///
-/// Throws `std::runtime_error` with the name of a file that could not be written, and `c10::Error` for a tensor that
-/// safetensors cannot store; the folder is then incomplete.
+/// Tensors of part X are in `X.safetensors`, others in `state.safetensors`, and all other values, with the checksums of
+/// these files, in `manifest.json`. Throws `std::runtime_error` with the name of a file that could not be written, and
+/// `c10::Error` for a tensor that safetensors cannot store; the folder is then incomplete.
 ///
 /// @note Synchronizes with the devices of tensors that are not on the CPU, and takes memory for one of them at a time.
 void write_state(const Archive& archive, const std::filesystem::path& folder);
@@ -41,8 +41,8 @@ void check_can_be_written(const Archive& archive);
 /// A state's files by name, as its manifest lists them.
 using StateFiles = std::map<std::string, Manifest::File>;
 
-/// Reads a state. If `mapped`, for callers that need a part of it, tensors take no memory and are read from the disk a
-/// second time on use: copy them soon, since this process is killed (SIGBUS) if another one truncates a file.
+/// Reads a state. If `mapped`, for callers that need only a part of it, tensors take no memory and are read from the
+/// disk again on use: copy them soon, since this process is killed by SIGBUS if another one truncates a file.
 Archive::Values read_state(const std::filesystem::path& folder, bool mapped);
 
 inline constexpr const char* tensors_suffix = ".safetensors";
@@ -50,7 +50,7 @@ inline constexpr const char* tensors_suffix = ".safetensors";
 /// The tensors of an archive by file, without the suffix: `model.0.weight` is `0.weight` in model.safetensors.
 std::map<std::string, io::Tensors> tensors_by_file(const Archive& archive);
 
-/// The two halves of `write_state`, for processes that share a folder, whose manifest one of them writes.
+/// Does the first half of `write_state`, for ranks that share a folder; one rank writes the manifest.
 StateFiles write_tensors(const Archive& archive, const std::filesystem::path& folder);
 Manifest manifest_of(const Archive& archive, StateFiles files = {});
 

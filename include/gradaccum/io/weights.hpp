@@ -15,15 +15,15 @@ namespace gradaccum::io {
 
 /// Permitted differences between a file of weights and a module.
 struct LoadWeightsOptions {
-  bool strict = true;  ///< throw if the file and the module differ; otherwise load what fits
+  bool strict = true;  ///< throw if the file and the module differ; false: load all weights that fit
 
   /// Hugging Face's attribute of this name; "transformer" for BLOOM, where a model with a head has
-  /// `transformer.ln_f.weight`, and the model without one `ln_f.weight`. A weight that the file lacks is looked up with
-  /// the prefix added or removed, unless the module has that name too.
+  /// `transformer.ln_f.weight`, and the model without a head `ln_f.weight`. A weight that the file lacks is looked up
+  /// with the prefix added or removed, unless the module has that name, too.
   std::string base_model_prefix = {};
 
-  /// Weights that the file may lack, such as those of a new head; the name of a module stands for all of its weights.
-  /// If the file has them, they are loaded.
+  /// Weights that the file may lack, such as a new head's; the name of a module stands for all of its weights. If the
+  /// file has them, they are loaded.
   std::vector<std::string> may_be_missing = {};
 };
 
@@ -34,10 +34,10 @@ struct LoadWeightsOptions {
 ///     const ga::io::WeightFiles files("model");  // or a file, or an index
 ///     for (auto& name : files.keys()) std::cout << name << ": " << files.get_tensor(name).sizes() << "\n";
 ///
-/// Tensors are read from the disk on first use, and take memory, as by `SafetensorsFile`. An index is validated first:
-/// it must list files in its own folder, and for each tensor the only file that has it. Files may be links, as in
-/// Hugging Face's cache. Throws `std::runtime_error` with the file's name for invalid files, and for a folder without
-/// weights. A pickle (`pytorch_model.bin`) is never read; the message then has a line of Python that converts it.
+/// Tensors are read from the disk on first use, and take memory, as by `SafetensorsFile`. Validates an index first: it
+/// must list files in its own folder, and for each tensor the only file that has it. Files may be links, as in Hugging
+/// Face's cache. Throws `std::runtime_error` with the file's name for invalid files, and for a folder without weights.
+/// A pickle (`pytorch_model.bin`) is never read; the message then has a line of Python that converts it.
 ///
 /// @note Does not synchronize.
 class WeightFiles {
@@ -48,7 +48,7 @@ class WeightFiles {
   std::vector<std::string> keys() const;
   bool contains(const std::string& name) const { return files_.contains(name); }
 
-  /// The names of tensors that are in the files but not in the index. They are not loaded.
+  /// Returns the names of tensors that are in the files but not in the index. They are not loaded.
   const std::vector<std::string>& unlisted() const { return unlisted_; }
 
   /// Returns a tensor on the CPU, which may outlive this object.
@@ -104,14 +104,13 @@ namespace gradaccum::io {
 ///
 ///    ga::io::load_weights(model, "bloom-560m", {.base_model_prefix = "transformer", .may_be_missing = {"score"}});
 ///
-/// `model` is a module, a `ModuleHolder`, or a pointer to a module; `path` is a path for `WeightFiles`. The module's
-/// tensors keep their identity, device, dtype, strides and `requires_grad`: the file's values are converted and copied
-/// into them. Floating point does not convert to integers, nor complex to real: such a weight is mis-shaped. A shared
-/// weight with several names needs only one of them in the file; if the file has several, the last by name is used.
+/// `model` is a module, a `ModuleHolder`, or a pointer to a module; `path` is a path for `WeightFiles`. The file's
+/// values are converted and copied to the module's tensors, which otherwise do not change. Floating point does not
+/// convert to integers, nor complex to real: such a weight is mis-shaped. A shared weight needs one of its names in the
+/// file; of several, the last by name is used.
 ///
 /// Throws before anything has changed: if `strict`, for missing, unexpected or mis-shaped weights, with their names;
-/// always for a weight of the module that cannot be copied into, as it is expanded or has no memory, for invalid
-/// options, and like `WeightFiles` for files.
+/// always for invalid options or files, and for expanded weights of the module or weights without memory.
 ///
 /// @note Takes memory for one tensor at a time. Synchronizes with the device of weights that are not on the CPU.
 template <class Model>
@@ -124,9 +123,9 @@ WeightsReport load_weights(Model&& model, const std::filesystem::path& path, Loa
 ///     ga::io::save_weights(model, "weights.safetensors");
 ///     ga::io::save_weights(model, "model/");  // to model/model.safetensors
 ///
-/// In a folder the file is `model.safetensors`, where Hugging Face's libraries look for it; they expect this `metadata`
-/// in a PyTorch file. A path with a trailing slash is a folder, which is created if it does not exist. A shared weight
-/// is written once for each of its names. Writes, throws, waits and takes memory like `save_file`.
+/// A path with a trailing slash is a folder, which is created if it does not exist; the file in it is
+/// `model.safetensors`, as in Hugging Face's layout. Hugging Face's libraries expect the default `metadata`. A shared
+/// weight is written once per name. Throws, synchronizes and takes memory like `save_file`.
 template <class Model>
 void save_weights(Model&& model, const std::filesystem::path& path, const Metadata& metadata = {{"format", "pt"}}) {
   return detail::save_weights(detail::module_of(model), path, metadata);

@@ -18,9 +18,9 @@
 
 namespace gradaccum::optim {
 
-/// The differences between implementations. `paper`, as in transformers: eps1 is added to the squared gradient; weight
-/// decay subtracts a share of the parameter, `weight_decay * step size`. `pytorch`: the mean of row_var is at least
-/// eps1, the estimate at least eps1^2; weight decay subtracts `weight_decay * lr`.
+/// The formulas of an implementation. `paper`, as in transformers: eps1 is added to the squared gradient, and weight
+/// decay subtracts `weight_decay * step size` times the parameter. `pytorch`: the mean of row_var is at least eps1, the
+/// estimate at least eps1^2, and weight decay subtracts `weight_decay * lr` times the parameter.
 enum class AdafactorVariant { paper, pytorch };
 
 /// The options of `Adafactor`: step sizes, decays and the variant.
@@ -45,7 +45,8 @@ struct AdafactorOptions : public torch::optim::OptimizerCloneableOptions<Adafact
   GRADACCUM_INLINE void state(Archive& archive) override;
   friend bool operator==(const AdafactorOptions& a, const AdafactorOptions& b);
   void check() const;
-  /// LibTorch's rule for the options of a group: one of the class's default value takes that of the optimizer.
+  /// Applies LibTorch's rule to a group's options: an option with its class's default value takes the optimizer's
+  /// value.
   AdafactorOptions inherit(const AdafactorOptions& from) const;
   double get_lr() const override { return lr(); }
   void set_lr(const double lr) override { this->lr(lr); }
@@ -56,8 +57,8 @@ struct AdafactorOptions : public torch::optim::OptimizerCloneableOptions<Adafact
   static auto all(auto& of);
 };
 
-/// The state of a parameter: row_var and col_var for a matrix, or for the matrices of its last two dimensions; variance
-/// for a tensor of fewer dimensions.
+/// The state of a parameter: row_var and col_var for a matrix, or for each matrix of its last two dimensions; variance
+/// for a tensor with fewer dimensions.
 struct AdafactorParamState : public OwnParamState {
   TORCH_ARG(at::Tensor, row_var);  ///< [..., rows, 1]
   TORCH_ARG(at::Tensor, col_var);  ///< [..., 1, columns]
@@ -93,8 +94,8 @@ struct AdafactorParamState : public OwnParamState {
 /// float64, bfloat16 and float16 (with float32 state), with any strides. Gradients: dense. Throws, before anything has
 /// changed, for complex parameters, a parameter that is listed twice, or state of another shape.
 ///
-/// @note Does not synchronize. Threads and instructions are `AdamW`'s. With gradaccum's own kernels for a
-/// device, a step takes three or five launches for up to 320 tensors; otherwise about twenty operations per tensor.
+/// @note Does not synchronize. Uses threads and instructions like `AdamW`. With this library's kernels for a device, a
+/// step takes three or five launches for up to 320 tensors; otherwise about twenty operations per tensor.
 /// @note Memory: the state. A step adds a column and up to 16 rows per matrix, and copies of tensors that are not
 /// row-major, about 16 MB at a time or one tensor's. Device kernels instead add a column per 256 columns and a row per
 /// 64 rows, or fewer, of 320 tensors at a time; ATen adds three temporaries of a tensor's size.

@@ -1,4 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/optim/adamw.hpp>  // has Adam, too
+#include <gradaccum/optim/adamw.hpp>  // also declares Adam

@@ -1,4 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/optim/adamw8bit.hpp>  // has Adam8bit, too
+#include <gradaccum/optim/adamw8bit.hpp>  // also declares Adam8bit

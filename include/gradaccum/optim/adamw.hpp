@@ -25,26 +25,28 @@ using AdamWOptions = torch::optim::AdamWOptions;
 ///       optimizer.zero_grad();
 ///     }
 ///
-/// Decoupled weight decay regularization, Loshchilov and Hutter, 2019. Options, groups, state and files are those of
-/// torch::optim::AdamW (about ten passes over a tensor), so each can load what the other has saved.
+/// Decoupled weight decay regularization, Loshchilov and Hutter, 2019. Options, groups, state and files are the same as
+/// for torch::optim::AdamW, so each can load files of the other.
 ///
 /// Parameters: float32, float64, bfloat16 and float16 (with float32 state), complex; with any strides; on several
-/// devices. Gradients: dense or sparse, as from `ga::embedding(tokens, table, {.sparse = true})`. The step of sparse
-/// ones is the same bit for bit. On the CPU it takes memory and time only for the rows that have ever had a gradient
-/// (and one pass for weight decay): moments are sparse tensors of those rows, and are saved as dense ones. On a device,
-/// and if weight decay changes every row (in `Adam`, not `AdamW`), the gradient becomes dense first. Throws for a
-/// parameter that is listed twice and for state of another shape; overlapping parameters are not detected.
+/// devices. Throws for a parameter that is listed twice and for state of another shape; overlapping parameters are not
+/// detected.
 ///
-/// @note Does not synchronize. On the CPU it uses AVX-512 or AVX2 if the processor has it, on LibTorch's
-/// threads; the bits do not depend on their number. On a CUDA device it uses gradaccum's own kernel if
-/// `gradaccum::compiled` has them, otherwise ATen's fused operation.
-/// @note Takes no memory but for copies, about 16 MB at a time or one tensor: of tensors that are not dense, of
-/// gradients in another order than their parameter, and where ATen steps 16-bit parameters or gradients with a factor.
+/// Sparse gradients, as from `ga::embedding` with `.sparse`, give bitwise the same step. On the CPU it takes memory and
+/// time only for rows that have had a gradient (and a pass for weight decay): moments are sparse tensors of these rows,
+/// and are saved as dense tensors. On a device, and if weight decay changes every row (in `Adam`, not `AdamW`), the
+/// gradient is made dense first.
+///
+/// @note Does not synchronize. On the CPU it uses AVX-512 or AVX2, if available, on LibTorch's threads, whose number
+/// does not change results. On a CUDA device it uses this library's kernels if `gradaccum::compiled` has them,
+/// otherwise ATen's fused operation.
+/// @note Takes memory only for copies, about 16 MB at a time or one tensor: of tensors that are not dense, of gradients
+/// in another order than their parameter, and of 16-bit parameters or gradients if ATen steps them with a factor.
 class AdamW : public OnePassOptimizer<AdamW, torch::optim::AdamW, torch::optim::AdamWParamState> {
  public:
   static constexpr const char* name = "AdamW";
 
-  using OnePassOptimizer::OnePassOptimizer;  // of the parameters or of groups of them, with options
+  using OnePassOptimizer::OnePassOptimizer;  // takes parameters or groups of them, and options
 
  private:
   GRADACCUM_INLINE void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
@@ -68,7 +70,7 @@ class Adam : public OnePassOptimizer<Adam, torch::optim::Adam, torch::optim::Ada
  public:
   static constexpr const char* name = "Adam";
 
-  using OnePassOptimizer::OnePassOptimizer;  // of the parameters or of groups of them, with options
+  using OnePassOptimizer::OnePassOptimizer;  // takes parameters or groups of them, and options
 
  private:
   GRADACCUM_INLINE void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;

@@ -23,22 +23,22 @@ using AdamW8bitOptions = torch::optim::AdamWOptions;
 ///     }
 ///
 /// 8-bit Optimizers via Block-wise Quantization, Dettmers et al., 2021. Both moments are 8-bit codes, relative to the
-/// largest number of their block of 256, that are decoded and encoded while the block is in the cache; the relative
-/// precision hardly depends on a number's size. With weights and gradients this takes 10.03 bytes per parameter,
-/// compared with AdamW's 16. Tensors of fewer than 4,096 elements (norms, biases), float64 and complex ones keep
-/// uncompressed moments. Unlike in other implementations, a second moment above 0 is never encoded as 0, since its next
+/// largest number of their block of 256, which are decoded and encoded while the block is in the cache; their relative
+/// precision hardly depends on a number's magnitude. With weights and gradients this takes 10.03 bytes per parameter,
+/// compared with AdamW's 16. Tensors with fewer than 4,096 elements (norms, biases), float64 and complex ones keep
+/// uncompressed moments. Unlike in other implementations, a second moment above 0 is never encoded as 0, since the next
 /// steps would be far too large. A non-finite gradient makes its whole block non-finite.
 ///
-/// It has its own files (`torch::save`, `named_state`), with codes and scales unchanged. Parameters, gradients, errors
-/// and stochastic rounding are as in `AdamW`.
+/// Files of `torch::save` and `named_state` have its codes and scales, so other optimizers cannot load them.
+/// Parameters, gradients, errors and stochastic rounding are as in `AdamW`.
 ///
-/// @note Does not synchronize. On the CPU, and with gradaccum's own kernels on a CUDA device, it needs no more
-/// memory than AdamW; elsewhere it uses ATen's operations, and a float32 copy of one parameter's moments at a time.
+/// @note Does not synchronize. On the CPU, and with this library's kernels on a CUDA device, it needs no more memory
+/// than AdamW; otherwise it uses ATen's operations, and a float32 copy of one parameter's moments at a time.
 class AdamW8bit : public Adam8bitOptimizer<AdamW8bit, AdamW8bitOptions> {
  public:
   static constexpr const char* name = "AdamW8bit";
 
-  using Adam8bitOptimizer::Adam8bitOptimizer;  // of the parameters or of groups of them, with options
+  using Adam8bitOptimizer::Adam8bitOptimizer;  // takes parameters or groups of them, and options
 };
 
 /// The options lr, betas, eps and weight_decay; amsgrad is rejected.
@@ -55,7 +55,7 @@ class Adam8bit : public Adam8bitOptimizer<Adam8bit, Adam8bitOptions> {
  public:
   static constexpr const char* name = "Adam8bit";
 
-  using Adam8bitOptimizer::Adam8bitOptimizer;  // of the parameters or of groups of them, with options
+  using Adam8bitOptimizer::Adam8bitOptimizer;  // takes parameters or groups of them, and options
 };
 
 }  // namespace gradaccum::optim

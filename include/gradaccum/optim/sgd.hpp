@@ -20,15 +20,15 @@ using SGDOptions = torch::optim::SGDOptions;
 ///     sgd.step();
 ///     sgd.zero_grad();
 ///
-/// Options, groups, state and files are those of torch::optim::SGD. Otherwise like `AdamW`, except that on a device
-/// sparse gradients need no dense copy without momentum, weight decay and stochastic rounding.
+/// Options, groups, state and files are the same as for torch::optim::SGD. Otherwise like `AdamW`, except that sparse
+/// gradients on a device need no dense copy without momentum, weight decay and stochastic rounding.
 ///
 /// @note Does not synchronize.
 class SGD : public OnePassOptimizer<SGD, torch::optim::SGD, torch::optim::SGDParamState> {
  public:
   static constexpr const char* name = "SGD";
 
-  using OnePassOptimizer::OnePassOptimizer;  // of the parameters or of groups of them, with options
+  using OnePassOptimizer::OnePassOptimizer;  // takes parameters or groups of them, and options
 
   GRADACCUM_INLINE bool judges_on_device(const Gradients& gradients) const override;
 

@@ -9,30 +9,30 @@
 
 namespace gradaccum {
 
-/// Policy: several micro-batches an update, which is then the mean over all their items.
+/// Policy: accumulates several micro-batches per update, which uses the mean over all their items.
 ///
 ///     ga::Trainer trainer(model, sgd, objective, ga::Accumulate{.schedule = {{0, 8}, {4, 2}}});
 ///     trainer.fit(batches);                                  // 8 from epoch 0 on, 2 from epoch 4 on
 ///
-/// Three ways to say how many: `steps`; by epoch, counted from 0, in `schedule` (before its first epoch, `steps`); or
-/// `batch_size`, which closes the window at the micro-batch that brings it to that many samples. A window keeps the
-/// number of the epoch that it began in. With `FitMemory` micro-batches are counted as the batches that they are parts
-/// of, and `batch_size` is met to the sample.
+/// The number per update is `steps`, or per epoch, counted from 0, in `schedule` (`steps` before its first epoch); or
+/// `batch_size` closes a window at the micro-batch with which it reaches that many samples. A window keeps the number
+/// of the epoch that it began in. With `FitMemory`, whole batches are counted, not their parts, and a window has
+/// `batch_size` samples unless the rest would be smaller than `min_rows`.
 struct Accumulate {
   static constexpr std::string_view name = "accumulate";
 
-  Count steps = 1;                                     ///< micro-batches an update, >= 1
-  std::map<std::int64_t, std::int64_t> schedule = {};  ///< from that epoch on, so many
-  Count batch_size = 0;  ///< samples an update, as `batch_size(batch)` counts them; 0: steps
-  std::optional<at::ScalarType> accumulate_in = {};  ///< kFloat: 16-bit gradients are summed in float32
-  const Step* window = nullptr;                      ///< the trainer's: the window so far
+  Count steps = 1;                                     ///< micro-batches per update, >= 1
+  std::map<std::int64_t, std::int64_t> schedule = {};  ///< steps by the epoch from which on they apply
+  Count batch_size = 0;                                ///< samples per update, by `batch_size(batch)`; 0: use steps
+  std::optional<at::ScalarType> accumulate_in = {};    ///< kFloat: 16-bit gradients are summed in float32
+  const Step* window = nullptr;                        ///< the trainer's current window
 
   void attach(TrainerBase& trainer);
   bool ready() const {
     return batch_size > 0 ? window->samples >= batch_size : window->batches >= steps_in(window->epoch);
   }
 
-  /// A training that goes on has the same.
+  /// Requires the same values in a resumed training.
   void state(Archive& archive) const;
 
   std::int64_t steps_in(std::int64_t epoch) const;

@@ -6,9 +6,9 @@
 
 namespace gradaccum {
 
-/// Policy: gradients of an L2 norm of at most `max`, when the window closes: the mean over it, and unscaled.
+/// Policy: scales a window's mean gradients down to an L2 norm of at most `max`, after a loss scale is divided out.
 ///
-/// The norm before is `Step::grad_norm`. Infinity only measures.
+/// `Step::grad_norm` is the norm before clipping. With an infinite `max` the norm is only measured.
 ///
 /// @note One read of the gradients. Does not synchronize.
 struct ClipNorm {
@@ -20,7 +20,7 @@ struct ClipNorm {
   void before_step(Gradients& gradients) const;
 };
 
-/// Policy: gradients with elements in [-max, max], when the window closes: of the mean over it, and unscaled.
+/// Policy: clamps the elements of a window's mean gradients to [-max, max], after a loss scale is divided out.
 ///
 /// @note Reads and writes the gradients once. Does not synchronize.
 struct ClipValue {

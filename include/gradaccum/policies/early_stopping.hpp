@@ -8,7 +8,7 @@
 
 namespace gradaccum {
 
-/// Ends a training that no longer gets better: a policy, and a part of one's own loop.
+/// Ends a training that no longer improves: a policy that also works in a loop of your own.
 ///
 ///     ga::EarlyStopping stopping{.patience = 2};
 ///     for (double loss : {0.9, 0.7, 0.8, 0.75, 0.6}) {      // of an evaluation, once an epoch
@@ -16,28 +16,30 @@ namespace gradaccum {
 ///     }
 ///     std::cout << stopping.best << ", " << stopping.waited << " ago\n";   // 0.7, 2 ago
 ///
-/// A number is better if it is lower by more than `min_delta` than the best so far, or higher, as `mode` says; NaN is
-/// not. When `patience` numbers in a row were not better, that is the end: `fit` stops with the window in hand, and its
-/// report says why. As a policy it gets its numbers from `Validate`. A `fit` that is resumed goes on counting, and does
-/// nothing more after the end; each other `fit` begins anew. The best parameters are kept by
+/// A number is better if it is lower (or higher, by `mode`) than the best so far by more than `min_delta`; NaN never
+/// is. As a policy it takes its numbers from `Validate`. After `patience` validations without improvement `fit`
+/// finishes the current window and stops, and its report says why. To keep the best parameters, add
 /// `ga::SaveState{.directory = "runs/a", .keep_best = 1}`.
+///
+/// Resuming. A resumed `fit` continues the count, and trains no further if it was complete. Any other `fit` starts a
+/// new count.
 struct EarlyStopping {
   static constexpr std::string_view name = "early_stopping";
 
-  std::string metric = "loss";    ///< as `Validate` calls it: `loss`, or `test/loss` of one with another name
-  std::int64_t patience = 3;      ///< >= 1
-  double min_delta = 0;           ///< >= 0
-  std::optional<Mode> mode = {};  ///< need not be given where the metric tells
+  std::string metric = "loss";    ///< name in `Validate`: `loss`, or `test/loss` of a Validate named `test`
+  std::int64_t patience = 3;      ///< validations without improvement, >= 1
+  double min_delta = 0;           ///< least improvement, >= 0
+  std::optional<Mode> mode = {};  ///< whether lower or higher is better; optional if the metric defines it
   double best = std::numeric_limits<double>::quiet_NaN();  ///< not an option, like all below
-  std::int64_t best_update = 0;                            ///< when that was
-  std::int64_t waited = 0;                                 ///< numbers since then
+  std::int64_t best_update = 0;                            ///< update of the best number
+  std::int64_t waited = 0;                                 ///< numbers since the best one
   TrainerBase* trainer = nullptr;
 
-  /// True if it is time to stop.
+  /// Adds a number. Returns true if training should stop.
   bool add(double number);
   bool is_over() const { return waited >= patience; }
   std::string reason() const;
-  /// Throws what is wrong with the options.
+  /// Returns the mode. Throws if an option is invalid.
   Mode checked_mode() const;
 
   void attach(TrainerBase& to);

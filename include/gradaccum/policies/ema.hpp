@@ -9,7 +9,7 @@
 
 namespace gradaccum {
 
-/// An exponential moving average of a model's weights: a policy, and a part of one's own loop.
+/// Keeps an exponential moving average of a model's weights: a policy that also works in a loop of your own.
 ///
 ///     ga::Ema ema{.decay = 0.999};
 ///     for (auto& batch : batches) {
@@ -21,30 +21,30 @@ namespace gradaccum {
 ///     std::cout << torch::mse_loss(model->forward(x), y).item<double>() << '\n';
 ///     ema.swap(model);                                      // its own weights again, bit for bit
 ///
-/// The first update copies the weights; each one after it is average = decay * average + (1 - decay) * weight, as in
-/// Python's AveragedModel. A model is a module, or points to one. Its parameters stay the same tensors; frozen, shared
-/// and complex ones are welcome. Integer buffers are copied, not averaged.
+/// The first update copies the weights; each later one computes average = decay * average + (1 - decay) * weight, as
+/// PyTorch's AveragedModel does. A model is a module or a pointer to one. Its parameters remain the same tensors, and
+/// may be frozen, shared or complex. Integer buffers are copied rather than averaged.
 ///
-/// An update while the averages are in the model, a swap before the first update, and a model whose tensors have
-/// changed their names, shapes, dtype or device are errors; then nothing has changed.
+/// Throws if `update` is called while the averages are in the model, if `swap` is called before the first update, and
+/// if names, shapes, dtypes or devices of the model's tensors have changed. Nothing has changed then.
 ///
-/// @note Does not synchronize. Memory: the model once more, with 4 bytes for each 16-bit number; and
-/// once more while the averages are in it.
+/// @note Does not synchronize. Takes memory for a copy of the model, with 4 bytes per 16-bit number, and for another
+/// one while the averages are in the model.
 struct Ema {
   static constexpr std::string_view name = "ema";
 
   double decay = 0.999;  ///< in [0, 1]
-  bool warmup = false;   ///< decay at most (1 + t) / (10 + t), t the updates so far: less of the first weights
-  bool buffers = false;  ///< average buffers too; else the model's own stay in it
+  bool warmup = false;   ///< limit decay to (1 + t) / (10 + t) after t updates, so that the first weights count less
+  bool buffers = false;  ///< average buffers, too; if false, swap() leaves the model's buffers in place
   struct Run;
-  std::shared_ptr<Run> run = {};  ///< not an option: the averages, which copies share
+  std::shared_ptr<Run> run = {};  ///< not an option: the averages, shared by copies
 
-  void update(model auto& of) { update_module(detail::module_of(of)); }  ///< after a step that moved the parameters
-  void swap(model auto& in) { swap_module(detail::module_of(in)); }      ///< averages into the model, and out again
+  void update(model auto& of) { update_module(detail::module_of(of)); }  ///< call it after each optimizer update
+  void swap(model auto& in) { swap_module(detail::module_of(in)); }      ///< exchanges the model's weights and averages
 
   std::int64_t updates() const;
 
-  /// To a trainer; or to a model, in a loop that will load the averages.
+  /// Attaches to a trainer, or to a model, which a loop of your own needs before it loads averages.
   template <class T>
   void attach(T& to) {
     if constexpr (model<T>)

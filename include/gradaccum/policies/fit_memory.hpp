@@ -14,8 +14,7 @@ class FittedBatches;
 
 class Accumulator;
 
-/// Divides each batch into micro-batches that fit into memory, whatever that is: a policy, and a part of one's own
-/// loop.
+/// Splits each batch into micro-batches that fit into memory: a policy that also works in a loop of your own.
 ///
 ///     ga::GradAccumulator optimizer(sgd);
 ///     ga::FitMemory memory{.budget = 64 * ga::MiB};
@@ -26,47 +25,38 @@ class Accumulator;
 ///     }
 ///     std::cout << memory.plan();                                // how many rows went at once, and what they took
 ///
-/// The update is that of the whole batch, to rounding, whatever is found; what computes over its whole batch, as
-/// BatchNorm does, sees micro-batches (`verify_accumulation` tells). The first micro-batch has `min_rows`; each one
-/// after it as many as those before say will fit. On a GPU the very first one is run, undone and run again, as
-/// libraries allocate their workspaces in the first run. What has been found is remembered for batches whose rows are
-/// alike, and begun with for smaller ones.
+/// The update equals the unsplit batch's, up to rounding; only layers such as BatchNorm see micro-batches. The first
+/// one has `min_rows`; measured memory sets the size of the next. If one runs out of memory or exceeds the budget, its
+/// batch restarts with fewer rows and its first gradients, random numbers and buffers. Throws if `min_rows` exceed the
+/// budget, or run out of memory (`c10::OutOfMemoryError`).
 ///
-/// A micro-batch that runs out of memory, of a device, the CPU or the budget, is no error: the batch is begun again
-/// with fewer rows, from the gradients, random numbers and buffers that it began with; what an objective writes to
-/// elsewhere is not taken back. With a loss scale it begins again, too, where rows at once become more than twice those
-/// of its first micro-batch, against which the others weigh.
+/// Batches. Tensors, pairs, tuples or a `std::map` of tensors, structs of `data` and `target`, and vectors of samples
+/// that are not tensors; or a class with `slice(batch, from, to)` and `batch_size(batch)`.
 ///
-/// Chooses the memory_budget of parts of the model that are a `CheckpointedSequential` with one, too: after a first
-/// micro-batch, which keeps the least and measures the stages, everything is kept, or the parts have three quarters of
-/// the budget and twice, four times … the rows go at once, whichever takes the least time a row. Each that is tried is
-/// training as well. Where not even `min_rows` fit, checkpoints make room.
+/// Limits. Use one per model, not with `.in_backward`, `OptimizerInBackward` or `Shard::gradients`. The optimizer's
+/// memory is not counted. A Trainer also splits the batches of `evaluate`.
 ///
-/// Batches: a Tensor, a pair, tuple or map by names of them, two tensors `data` and `target`, `ga::data`'s, a vector of
-/// samples that are no tensors; or a class with a function `slice(batch, from, to)` beside it, and `batch_size(batch)`.
-///
-/// One for each model, of one optimizer. With `Trainer`, `Accumulate` counts batches, not their parts; `evaluate` takes
-/// as many rows at once as training. Throws where `min_rows` take more than the budget, with the least that works, and
-/// `c10::OutOfMemoryError` where they run out of memory twice; then nothing has changed. An optimizer's step is not
-/// taken back, nor its memory counted. Not with `.in_backward` or `OptimizerInBackward`; with `DataParallel` processes
-/// add up their gradients when their windows are complete, not while they run.
-///
-/// @note Copies the model's buffers, for each batch; and the gradients, where a window goes on from another batch. Sees
-/// memory by a MemoryMeter, so inside LibTorch's profiler rows do not become more. Reads what is free of a device
-/// twice.
+/// @note A restart undoes no other effects of the objective. Copies the model's buffers for each batch, and the
+/// gradients if a window has earlier batches. Measures by a MemoryMeter, so rows do not grow inside LibTorch's
+/// profiler. The first micro-batch on a GPU runs twice, because libraries allocate workspaces in the first run. With a
+/// loss scale a batch restarts if micro-batches grow to more than twice the rows of its first one, because they are
+/// weighted relative to it. With `DataParallel` ranks exchange gradients when a window is complete, rather than during
+/// its last backward pass. Chooses the `memory_budget` of the model's `CheckpointedSequential` parts that have one:
+/// trains with everything kept and with three quarters of the budget and ever more rows, and continues with the
+/// fastest; if not even `min_rows` fit, checkpoints make room.
 struct FitMemory {
   static constexpr std::string_view name = "fit_memory";
 
-  std::int64_t budget = 0;  ///< bytes of activations and gradients, as a MemoryMeter counts them; 0: all that there is
-  std::int64_t min_rows = 1;                              ///< fewest rows of a micro-batch; BatchNorm needs 2
-  std::vector<CheckpointedSequential> checkpointed = {};  ///< parts that are no modules of the model; see above
+  std::int64_t budget = 0;    ///< bytes of activations and gradients, by a MemoryMeter; 0: most of the free memory
+  std::int64_t min_rows = 1;  ///< fewest rows of a micro-batch; BatchNorm needs 2
+  std::vector<CheckpointedSequential> checkpointed = {};  ///< checkpointed parts that the model has not registered
   struct Run;
-  mutable std::shared_ptr<Run> run = {};  ///< not an option: what was found, which copies share, but for a Trainer's
+  mutable std::shared_ptr<Run> run = {};  ///< not an option: the plan; copies share it, except a Trainer's
 
   const MemoryPlan& plan() const;
 
-  /// Backward of the whole batch, in place of `optimizer.backward(objective(model, batch))`: the window is full with
-  /// it. Gives the batch's mean loss and its items, detached: 0-dim float64.
+  /// Runs the whole batch in place of `optimizer.backward(objective(model, batch))`, which completes the window.
+  /// Returns its items and its detached mean loss, 0-dim float64.
   template <class Model, class Batch, class Objective>
   Loss backward(Accumulator& optimizer, Model& model, Batch& batch, Objective&& objective) {
     static_assert(gradaccum::model<Model>,
@@ -75,7 +65,7 @@ struct FitMemory {
   }
 
   void attach(TrainerBase& trainer);
-  /// A training that goes on has the same limits, and goes on with the plan.
+  /// Requires the same limits in a resumed training, which uses the saved plan.
   void state(Archive& archive);
 
  private:

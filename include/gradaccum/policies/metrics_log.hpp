@@ -10,26 +10,28 @@
 
 namespace gradaccum {
 
-/// Policy: a line for each window, in a CSV or JSON Lines file: update, epoch, samples (of this `fit` so far), items
-/// and micro_batches (of the window), moved, loss, grad_norm, lr, seconds. What a `Validate` finds is a line, too:
-/// update, epoch, samples, seconds, `validation/loss` and so on; beside a CSV file, whose lines are all alike, in
-/// another one, `train.validation.csv`.
+/// Policy: writes a line per window to a CSV or JSON Lines file.
 ///
 ///     ga::Trainer trainer(model, sgd, objective, ga::MetricsLog{.path = "train.jsonl", .every = 2});
 ///     trainer.fit(batches);
 ///
-/// With `append` a `fit` that is given `.resume` first removes the lines that the last run has written after the state
-/// (all of its lines, where there is none yet). All lines are with the operating system before a state is, and when
-/// `fit` ends; a training that is killed loses those of the last second. `MetricsFile` says how it is written, and is
-/// the part for a loop of one's own. Of several processes rank 0 writes.
+/// Its fields are update, epoch, samples (of this `fit` so far), items and micro_batches (of the window), moved, loss,
+/// grad_norm, lr and seconds. A `Validate` adds a line with update, epoch, samples, seconds and its metrics, such as
+/// `validation/loss`; for a CSV file these lines go to a second file, `train.validation.csv`.
+///
+/// Resuming. With `append` and `.resume`, `fit` first removes the lines that the last run wrote after the loaded state,
+/// or all of its lines if it had saved none. Lines are passed to the operating system before each state and at the end
+/// of `fit`; a killed process loses the lines of the last second.
+///
+/// Only rank 0 writes. For a loop of your own use `MetricsFile`.
 ///
 /// @note Reads loss and norm from the device for each line.
 struct MetricsLog {
   std::filesystem::path path = {};  ///< `.csv` or `.jsonl`
-  std::int64_t every = 1;           ///< windows a line, >= 1
-  bool append = false;              ///< go on with a file that is there; else it is begun anew
-  std::chrono::duration<double> flush_every = std::chrono::seconds(1);  ///< how long lines may wait, while more come
-  std::string name = {};  ///< not an option, like the next: tells several logs apart in a state
+  std::int64_t every = 1;           ///< windows per line, >= 1
+  bool append = false;              ///< append to an existing file rather than overwrite it
+  std::chrono::duration<double> flush_every = std::chrono::seconds(1);  ///< how long lines may be buffered
+  std::string name = {};  ///< not an option, like the next: identifies the log in a state
   struct Run;
   std::shared_ptr<Run> run = {};  ///< the state of the policy
 
@@ -38,7 +40,7 @@ struct MetricsLog {
   void after_window(const Step& step);
   void on_validation(const Validation& validation);
   void at_boundary() const;
-  /// Saves nothing of its own: so what was written is on the disk before the state is.
+  /// Saves nothing, but flushes the file, so that it has all lines of the saved updates.
   void state(Archive& archive) const;
 };
 

@@ -9,23 +9,23 @@
 
 namespace gradaccum {
 
-/// Policy: the objective runs under autocast, and with float16 its loss is scaled.
+/// Policy: runs the objective under autocast on the model's device, and scales the loss with float16.
 ///
 ///     ga::Trainer trainer(model, sgd, objective,
 ///                         ga::MixedPrecision{.dtype = torch::kHalf, .scaler = {.init_scale = 1024.0}});
 ///     trainer.fit(batches);
 ///     std::cout << trainer.policy<ga::MixedPrecision>().amp_scaler->get_scale() << '\n';
 ///
-/// `Autocast` and `AmpScaler` are the parts, whose documentation says the rest. The device is the model's.
+/// See `Autocast` and `AmpScaler`, which do the work.
 ///
-/// @note With float16, reads 4 bytes from the device a window.
+/// @note With float16, reads 4 bytes from the device per window.
 struct MixedPrecision {
   static constexpr std::string_view name = "mixed_precision";
 
   at::ScalarType dtype = at::kBFloat16;             ///< or kHalf
-  bool enabled = true;                              ///< if not, it does nothing
-  AmpScalerOptions scaler = {};                     ///< options of the loss scale, which only float16 has
-  std::shared_ptr<AmpScaler> amp_scaler = nullptr;  ///< made of these options when the trainer is built
+  bool enabled = true;                              ///< false: the policy does nothing
+  AmpScalerOptions scaler = {};                     ///< options of the loss scale, used with float16 only
+  std::shared_ptr<AmpScaler> amp_scaler = nullptr;  ///< constructed from these options with the trainer
   TrainerBase* trainer = nullptr;                   ///< not an option, like the one before
 
   void attach(TrainerBase& to);
@@ -33,7 +33,7 @@ struct MixedPrecision {
   void before_backward(Loss& loss);
   void scale_gradients(Factor& factor) const;
   void after_window(const Step& step);
-  void state(Archive& archive);  ///< none with bfloat16
+  void state(Archive& archive);  ///< has a loss scale with float16 only
 };
 
 }  // namespace gradaccum

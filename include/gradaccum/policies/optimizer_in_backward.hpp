@@ -5,19 +5,19 @@
 
 namespace gradaccum {
 
-/// Policy: the backward pass that fills a window steps each parameter as its gradient arrives, and frees the gradient.
+/// Policy: updates each parameter during the backward pass that fills a window, and then frees its gradient.
 ///
 ///     ga::optim::AdamW adamw(model->parameters(), 1e-3);
 ///     ga::Trainer trainer(model, adamw, objective, ga::OptimizerInBackward{});
 ///     trainer.fit(batches);
 ///
-/// `GradAccumulatorOptions::in_backward` says the rest: parameters, state and reports are those without it, to the bit.
-/// With it go no policies that need all gradients at once: clipping, before_step, a loss scale.
-/// `after_backward` finds no gradients in the micro-batch that fills the window; `before_close` and
-/// `scale_gradients` come before it.
+/// Parameters, state and reports are bitwise the same as without it; see `GradAccumulatorOptions::in_backward`. Cannot
+/// be combined with policies that need all gradients of a window: clipping, `before_step`, a loss scale. `before_close`
+/// and `scale_gradients` are called before the backward pass that fills the window, and `after_backward` finds no
+/// gradients after it.
 ///
-/// @note Synchronizes, to see that losses are finite, before that backward, not after it. Gradients are looked
-/// at on the CPU alone, each before it is stepped with: others may have been by then.
+/// @note Checks losses before that backward pass rather than after it, which synchronizes with the device. Checks
+/// gradients for non-finite values on the CPU only, each before its own update, when others may have been applied.
 struct OptimizerInBackward {
   static constexpr std::string_view name = "optimizer_in_backward";
 

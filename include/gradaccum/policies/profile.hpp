@@ -8,45 +8,42 @@
 
 namespace gradaccum {
 
-/// Policy: where time and memory go, in some updates of `fit`, by LibTorch's own profiler.
+/// Policy: profiles time and memory of some updates of `fit` with LibTorch's profiler.
 ///
 ///     ga::Trainer trainer(model, sgd, objective, ga::Profile{.updates = {2, 4}, .directory = "profiles/fit"});
 ///     trainer.fit(batches);
 ///     std::cout << *trainer.policy<ga::Profile>().report();
 ///
-/// From `updates.first` updates until `updates.second` each moment is in one phase:
+/// Between update counts `updates.first` and `updates.second` the whole time is divided into phases:
 ///
-/// | phase | what it is |
+/// | phase | content |
 /// |---|---|
-/// | `data` | between two micro-batches: the next batch, and what policies do there that are listed behind, as saving |
+/// | `data` | loading the next batch, and work of policies between two micro-batches, such as saving |
 /// | `forward` | the objective |
-/// | `backward` | until the gradients are there; with `OptimizerInBackward` the steps, too |
-/// | `reduce` | until the window's mean is there: what is left to exchange between processes |
-/// | `step` | clipping, and until the parameters have moved |
-/// | `other` | policies hear of it: averages, logs, validation |
+/// | `backward` | computing gradients; with `OptimizerInBackward` also the updates |
+/// | `reduce` | computing the window's mean, and the rest of the exchange between ranks |
+/// | `step` | clipping and the optimizer's update |
+/// | `other` | policies' callbacks after the step: averages, logs, validation |
 ///
-/// List it first among the policies, so that their work falls as the table says. `trace.json`, for Perfetto
-/// (ui.perfetto.dev) and chrome://tracing, and `profile.txt` are written when the last of these updates is over, or
-/// when `fit` ends before. An exception ends the profile, without files.
+/// List this policy first, so that the work of the others is assigned to these phases. `trace.json`, for Perfetto
+/// (ui.perfetto.dev) and chrome://tracing, and `profile.txt` are written after the last of these updates, or when `fit`
+/// ends earlier; not after an exception. Only rank 0 profiles, and no `.smoke` fit does.
 ///
-/// Memory by kind is measured in the update before them (if `first` is 0, the one behind them), as a profile and that
-/// need LibTorch's one slot: at the end of each phase, and where there are several of a name, that with the most. Its
-/// sum is what a `MemoryMeter` counts that begins with this update, and the parameters, state and gradients from
-/// before; no other older tensors.
+/// Memory. Measured in the update before `first`, or after `second` if `first` is 0, as the largest at the end of each
+/// phase: tensors that the update allocates, and older parameters, optimizer state and gradients.
 ///
-/// Of several processes rank 0 does this. Not together with `FitOptions::measure_memory`, a `MemoryMeter` or another
-/// profiler around `fit`: an error when `fit` begins. Nothing is profiled in a `.smoke` fit.
+/// `fit` throws if LibTorch's profiler is in use, by `FitOptions::measure_memory` or a `MemoryMeter` for example.
 ///
-/// @note Outside of these updates it costs nothing and does not synchronize. See `Profiler` for the cost inside.
+/// @note Costs nothing in other updates, and does not synchronize there. See `Profiler` for the cost of a profile.
 struct Profile {
   static constexpr bool looks_on = true;
 
   std::pair<std::int64_t, std::int64_t> updates = {10, 13};  ///< 0 <= first < second
-  std::filesystem::path directory = {};                      ///< made where it is not there
+  std::filesystem::path directory = {};                      ///< created if it does not exist
   struct Run;
   std::shared_ptr<Run> run = {};  ///< not an option: the state of the policy
 
-  /// None before the last of these updates.
+  /// Returns nullptr until the last of these updates.
   const ProfileReport* report() const;
 
   void attach(TrainerBase& trainer);

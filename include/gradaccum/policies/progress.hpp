@@ -6,15 +6,14 @@
 
 namespace gradaccum {
 
-/// Policy: shows how far `fit` is, on stderr:
+/// Policy: shows the progress of `fit` on stderr:
 /// ` 43% | epoch 2/3 | update 401 | loss 2.2512 | lr 1.0e-03 | 31024 samples/s | 0:41 left`.
 ///
-/// On a terminal it is a line that is rewritten ten times a second; elsewhere a plain line every 30 seconds. A Trainer
-/// without a Progress has one that shows itself on terminals only; `ga::Progress{.line = {.to = nullptr}}` shows
-/// nothing. The loss is the mean over the epoch so far; after a `Validate` that loss is beside it. Of several processes
-/// rank 0 shows itself.
+/// On a terminal one line is rewritten ten times per second; otherwise a line is printed every 30 seconds. A Trainer
+/// without this policy shows progress on terminals only; `ga::Progress{.line = {.to = nullptr}}` shows nothing. `loss`
+/// is the mean over the epoch so far, followed by the latest validation loss, if any. Only rank 0 shows progress.
 ///
-/// @note Reads the loss from the device when it is shown.
+/// @note Reads the loss from the device each time it is shown.
 struct Progress {
   static constexpr std::string_view name = "progress";
 

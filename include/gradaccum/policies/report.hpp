@@ -9,30 +9,31 @@
 
 namespace gradaccum {
 
-/// Policy: a page of the training for people to look at while it runs, in one HTML file.
+/// Policy: writes an HTML page with curves and numbers of the training, also while it runs.
 ///
 ///     ga::Trainer trainer(model, sgd, objective, ga::Report{.path = "run.html", .title = "A small network",
 ///                                                           .settings = {{"data", "random numbers"}}});
 ///     trainer.fit(batches);
 ///
-/// Curves over the updates: `train/loss`, `train/lr`, `train/grad_norm` (where somebody clips by it),
-/// `train/samples_per_second` (without validations), memory by kind, and whatever a validation found, as
-/// `validation/loss`. With them how far it is, the time that is left, the FitReport so far, and the settings: yours,
-/// and what the trainer tells of itself. `RunPage` says how it is written, and is the part for a loop of one's own.
+/// The curves are `train/loss`, `train/lr`, `train/grad_norm` (if a policy clips by norm), `train/samples_per_second`
+/// (without the time of validations), memory by kind, and all metrics of a `Validate`, such as `validation/loss`. The
+/// page also has the progress, the remaining time, the FitReport so far, and settings: yours and the trainer's. For a
+/// loop of your own use `RunPage`.
 ///
-/// A training that goes on from a state has one curve, without gaps or doubles. Of several processes rank 0 writes.
-/// Nothing is written in a `.smoke` fit. A missing folder is made. Where the page cannot be written when the trainer is
-/// built, that is an error; later on it is a warning, once and at the end, and is tried again.
+/// Resuming. A resumed training continues its curves without gaps or duplicates.
 ///
-/// @note Reads loss and norm from the device for each update. Takes microseconds an update, milliseconds a page.
+/// Writing. Only rank 0 writes, and nothing is written in a `.smoke` fit. A missing folder is created. Throws if the
+/// page cannot be written when the trainer is constructed; later failures are warnings, and writing is tried again.
+///
+/// @note Reads loss and norm from the device for each update. Takes microseconds per update, milliseconds per page.
 struct Report {
   static constexpr std::string_view name = "report";
   using Texts = std::vector<std::pair<std::string, std::string>>;
 
   std::filesystem::path path = {};                                 ///< the HTML file
   std::string title = "Training";                                  ///< its heading
-  Texts settings = {};                                             ///< what a reader should know of the run, by name
-  std::chrono::duration<double> every = std::chrono::seconds(10);  ///< from one writing to the next, >= 0
+  Texts settings = {};                                             ///< texts by name that describe the run
+  std::chrono::duration<double> every = std::chrono::seconds(10);  ///< time between two writes of the file, >= 0
   struct Run;
   std::shared_ptr<Run> run = {};  ///< not an option: the page and its numbers, on rank 0
 
@@ -44,7 +45,7 @@ struct Report {
   void at_boundary();
   void state(Archive& archive);
 
-  /// The curves of this training, for a page of several.
+  /// Returns the curves of this training, for example to show several trainings on one page. Throws except on rank 0.
   const Curves& curves() const;
 };
 

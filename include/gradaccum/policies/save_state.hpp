@@ -11,65 +11,59 @@
 
 namespace gradaccum {
 
-/// Signals that end a `fit` when they come: a list, or true for those that schedulers and terminals send before they
-/// end a program (SIGTERM; Slurm's `--signal=USR1@120`; SIGUSR2 of LSF and Grid Engine; SIGHUP; SIGINT, Ctrl-C).
+/// Signals that end a `fit`: a list, or true for the signals that schedulers and terminals send before they end a
+/// program (SIGTERM; SIGUSR1, as by Slurm's `--signal=USR1@120`; SIGUSR2 of LSF and Grid Engine; SIGHUP; SIGINT).
 class StopOn {
  public:
   StopOn() = default;
-  template <std::same_as<bool> Flag>  // a number would be a signal that is taken for true
+  template <std::same_as<bool> Flag>  // otherwise a signal's number would convert to true
   StopOn(Flag of_schedulers)          // NOLINT(google-explicit-constructor): as `.on_signals = true`
       : signals_(of_schedulers ? usual() : std::vector<int>()) {}
   StopOn(std::initializer_list<int> signals) : signals_(signals) {}
   StopOn(std::initializer_list<bool>) = delete;  // {true} would be signal 1
   const std::vector<int>& signals() const { return signals_; }
-  static std::vector<int> usual();  ///< those of true
+  static std::vector<int> usual();  ///< the signals for true
 
  private:
   std::vector<int> signals_;
 };
 
-/// Policy: saves the training, so that it can be killed at any moment and goes on to the bit.
+/// Policy: saves states of the training, so that a killed run can resume bit for bit.
 ///
 ///     ga::Trainer trainer(model, sgd, objective,
 ///                         ga::SaveState{.directory = "runs/2", .every_updates = 2, .keep_last = 2});
 ///     auto report = trainer.fit(batches, {.epochs = 1, .resume = "runs/2"});
 ///     std::cout << (report.resumed_from.empty() ? "from the beginning" : report.resumed_from) << '\n';
 ///
-/// States are what `ga::save` writes: every `every_updates` updates, with `every_minutes` also by the clock, when `fit`
-/// has done all it was asked for (in place of one of the same update that it had saved before its last epoch ended),
-/// and when one of `on_signals` comes: then after the micro-batch in hand, whether its window is full or not; `fit`
-/// ends without its tail, and the report says which signal it was. `fit(batches, {.resume = directory})` takes the
-/// newest state, or begins where there is none. Whether the directory can be written to shows before the first update.
+/// Writes states like `ga::save` every `every_updates` updates or `every_minutes`, and at the end of `fit`. A signal of
+/// `on_signals` saves after the current micro-batch and ends `fit` without its tail. `.smoke` fits save nothing.
 ///
-/// What goes on is the same to the bit as what was never stopped, on one machine with the same program, threads and
-/// data. Batches with a `state(Archive&)`, as `ga::data` has them, go on where they were; any other range is gone
-/// through again up to there, without training, with the random numbers that its epoch began with. A policy or
-/// optimizer of your own takes part by `state(Archive&)`; an optimizer that cannot is refused at once.
+/// Resuming. `.resume` loads the newest state, if any. With the same machine, program, threads and data, a resumed run
+/// is bitwise identical. Batches with `state(Archive&)`, as in `ga::data`, resume at their position; other ranges are
+/// iterated again up to it, with their epoch's random numbers. Your own policies and optimizers need `state(Archive&)`,
+/// too: the constructor throws if an optimizer lacks it.
 ///
-/// The training waits until the state is copied, and goes on while a thread writes the copy: see `BackgroundSaver`.
-/// An error of that thread is thrown at the next boundary. `fit` ends when the last state is on the disk.
+/// Best states. With a `Validate`, `keep_best` also saves when `metric` is among the best so far, and keeps these
+/// states; `ga::load(directory, trainer, {.best = true})` loads the best.
 ///
-/// With a `Validate` beside it, `.keep_best = 1` also saves when `metric` is better than ever, and never removes the
-/// best state, which `ga::load(directory, trainer, {.best = true})` loads. Nothing is saved in a `.smoke` fit.
-///
-/// @note Synchronizes when it saves; waits for the disk at the end of `fit`, and while an earlier state is written.
-/// Takes host memory for a copy of the state until `fit` ends: with `.in_background = false` it takes none, and waits
-/// for the disk.
+/// @note Training waits while a state is copied to host memory, and continues while a thread writes it (see
+/// `BackgroundSaver`): errors of the thread are thrown between later micro-batches. `fit` returns when the last state
+/// is on the disk. With `.in_background = false` no memory is taken, and each save waits for the disk.
 struct SaveState {
   static constexpr std::string_view name = "save_state";
 
-  std::filesystem::path directory = {};  ///< made where it is not there; of one run
-  std::int64_t every_updates = 1000;     ///< >= 1
-  double every_minutes = 0;              ///< since the last state, at the end of an update, >= 0; 0: not by the clock
-  std::int64_t keep_last = 3;            ///< states that are kept, >= 1; 0: all
-  StopOn on_signals = {};                ///< while `fit` runs: true, or a list, {SIGTERM, SIGUSR1}
-  std::int64_t keep_best = 0;            ///< states of the best numbers that are kept beside these, >= 0
-  std::string metric = "loss";           ///< the number that is compared, as `Validate` calls it
-  std::optional<Mode> mode = {};         ///< which is better; need not be given where the metric tells
-  bool in_background = true;             ///< write a copy of the state on a thread, while the training goes on
-  WhenBusy when_busy = WhenBusy::wait;   ///< for a state that is due while the one before is being written
-  bool stage_on_device = false;          ///< copy within the device's memory first: see `BackgroundSaverOptions`
-  std::vector<std::string> leave_out = {};  ///< buffers that no state has, by name: those that grow with the data, say
+  std::filesystem::path directory = {};     ///< created if it does not exist; for one run only
+  std::int64_t every_updates = 1000;        ///< updates between two states, >= 1
+  double every_minutes = 0;                 ///< since the last state, checked after each update, >= 0; 0: not by time
+  std::int64_t keep_last = 3;               ///< number of newest states to keep, >= 1; 0: all
+  StopOn on_signals = {};                   ///< signals handled while `fit` runs: true, or a list, {SIGTERM, SIGUSR1}
+  std::int64_t keep_best = 0;               ///< number of best states to keep in addition, >= 0
+  std::string metric = "loss";              ///< name in `Validate` of the number that decides which states are best
+  std::optional<Mode> mode = {};            ///< whether lower or higher is better; optional if the metric defines it
+  bool in_background = true;                ///< write a copy of the state on a thread while training continues
+  WhenBusy when_busy = WhenBusy::wait;      ///< for a state that is due while the previous one is being written
+  bool stage_on_device = false;             ///< copy within the device's memory first: see `BackgroundSaverOptions`
+  std::vector<std::string> leave_out = {};  ///< names of buffers to leave out, such as buffers that grow with the data
   struct Run;
   std::shared_ptr<Run> run = {};  ///< not an option: the state of the policy
 
@@ -77,7 +71,7 @@ struct SaveState {
   std::shared_ptr<void> fit_scope();
   void before_backward(Loss&);
   void after_window(const Step&);
-  /// A state that was just loaded is not saved again.
+  /// Loading also prevents saving the loaded state again.
   void state(Archive& archive);
   void after_step(const Step& step);
   void on_validation(const Validation& validation);

@@ -18,10 +18,10 @@ namespace gradaccum {
 ///     trainer.fit(batches);
 ///     ga::Schedule halves{[](std::int64_t update) { return 1e-2 * std::pow(0.5, update / 1000); }};
 ///
-/// `rate` is any function of the update's index, from 0 on; windows that were skipped do not count. Parameter groups
-/// keep the ratios of their rates, see `LearningRates`. Loading a trainer sets the rate anew: a schedule may be changed
-/// between two runs. A `.total` that is left out is the trainer's number of updates at the end of the `fit`, told anew
-/// when an epoch begins, by epochs or updates, batches and `Accumulate`; an error where that cannot be told.
+/// `rate` is any function of the update's index, counted from 0 without skipped windows. Parameter groups keep the
+/// ratios of their rates, see `LearningRates`. Loading a state sets the rate from this schedule, which may differ from
+/// the saved run's. If `.total` is not set, the trainer predicts it at the start of each epoch from the limits of
+/// `fit`, the batches and `Accumulate`, and throws if it cannot.
 ///
 /// @note Does not synchronize.
 template <class Rate>
@@ -32,9 +32,9 @@ struct Schedule {
 
   Rate rate = {};
   std::optional<LearningRates> rates = {};                   ///< not an option, like the next
-  std::function<std::int64_t()> updates = {};                ///< the trainer's
+  std::function<std::int64_t()> updates = {};                ///< returns the trainer's number of updates
   const TrainerBase* base = nullptr;                         ///< the trainer
-  std::optional<std::int64_t> total = {}, epoch_begin = {};  ///< updates, for a rate that leaves its total out
+  std::optional<std::int64_t> total = {}, epoch_begin = {};  ///< updates, for a rate whose total is not set
 
   template <class Trainer>
   void attach(Trainer& trainer) {
@@ -63,15 +63,15 @@ struct Schedule {
     const bool in_fit = takes_total() && base->status().running;
     auto begin = in_fit ? epoch_begin : std::nullopt;
     auto at = archive.loading() ? std::nullopt : std::optional(updates());
-    archive("epoch_begin", begin);  // within an epoch
-    archive("updates", at);         // makes a part, as one without any value is passed over where changes are allowed
+    archive("epoch_begin", begin);  // empty between epochs
+    archive("updates", at);         // a part without any value would be ignored if changes are allowed
     if (!archive.loading()) return;
     TORCH_CHECK(begin || !in_fit || base->status().batch == 0,
                 "Schedule: .total must be given to resume in the middle of an epoch, as it was in the saved run");
     archive.when_all_fit([this, begin, in_fit, anew = archive.changes_allowed()] {
       if (!takes_total()) return set(updates());
       epoch_begin = begin;
-      if (!begin || !in_fit) return;  // the next epoch's begin plans
+      if (!begin || !in_fit) return;  // the start of the next epoch plans
       if (anew) epoch_begin = base->updates_at_epoch_begin();
       plan();
     });
@@ -106,35 +106,35 @@ struct Schedule {
 template <class Rate>
 Schedule(Rate) -> Schedule<Rate>;
 
-/// Lowers the learning rates when a number no longer gets better: a policy, and a part of one's own loop. What
-/// PyTorch's `ReduceLROnPlateau` does with the same options.
+/// Lowers the learning rates when a number no longer improves: a policy that also works in a loop of your own.
 ///
 ///     ga::LearningRates rates(optimizer);
 ///     ga::ReduceLROnPlateau plateau{.factor = 0.5, .patience = 1};
 ///     for (double loss : {0.9, 0.7, 0.8, 0.75}) plateau.step(loss, rates);   // of an evaluation, once an epoch
 ///     std::cout << rates.current() << ", since " << plateau.best;            // half of what it was, since 0.7
 ///
-/// A number is better if it is lower than the best so far by more than the share `threshold` of it, or than `threshold`
-/// itself where that is not `relative`; or higher, as `mode` says. NaN is not better. When more than `patience` numbers
-/// in a row were not, each group's rate is multiplied by `factor`, and no numbers count for `cooldown` more. As a
-/// policy it gets its numbers from `Validate`, and its state goes on to the bit. A Trainer has it or a `Schedule`.
+/// It behaves like PyTorch's `ReduceLROnPlateau` with the same options. A number is better if it is lower (or higher,
+/// by `mode`) than the best so far by more than `threshold`, which is a fraction of the best if `relative`; NaN never
+/// is. After more than `patience` numbers in a row without improvement, each group's rate is multiplied by `factor`,
+/// and the next `cooldown` numbers are not counted. As a policy it takes its numbers from `Validate`, and is saved in
+/// states. A Trainer can have either this policy or a `Schedule`.
 struct ReduceLROnPlateau {
   static constexpr std::string_view name = "schedule";
 
-  std::string metric = "loss";    ///< as `Validate` calls it: `loss`, or `test/loss` of one with another name
-  std::optional<Mode> mode = {};  ///< need not be given where the metric tells
+  std::string metric = "loss";    ///< name in `Validate`: `loss`, or `test/loss` of a Validate named `test`
+  std::optional<Mode> mode = {};  ///< whether lower or higher is better; optional if the metric defines it
   double factor = 0.1;            ///< in (0, 1)
-  std::int64_t patience = 10;     ///< >= 0
-  double threshold = 1e-4;        ///< >= 0
-  bool relative = true;           ///< PyTorch's threshold_mode: "rel" or "abs"
-  std::int64_t cooldown = 0;      ///< >= 0
-  double min_lr = 0;              ///< >= 0; no group's rate is set below it
-  double eps = 1e-8;              ///< a rate that would fall by this or less stays
+  std::int64_t patience = 10;     ///< numbers without improvement that are tolerated, >= 0
+  double threshold = 1e-4;        ///< least improvement, >= 0
+  bool relative = true;           ///< PyTorch's threshold_mode: true is "rel", false is "abs"
+  std::int64_t cooldown = 0;      ///< numbers that are not counted after lowering the rates, >= 0
+  double min_lr = 0;              ///< no rate is lowered below it, >= 0
+  double eps = 1e-8;              ///< a rate that would fall by this or less is unchanged
   double best = std::numeric_limits<double>::quiet_NaN();  ///< not an option, like all below
   std::int64_t num_bad_epochs = 0, cooldown_counter = 0;
   std::optional<LearningRates> rates = {};
 
-  /// True if it was time to lower the rates.
+  /// Adds a number. Returns true if the rates were due to be lowered.
   bool step(double number, LearningRates& lowered);
 
   template <class Trainer>

@@ -9,7 +9,7 @@
 
 namespace gradaccum {
 
-/// Policy: the training's curves for TensorBoard: `tensorboard --logdir runs`.
+/// Policy: writes the training's curves for TensorBoard, which shows them by `tensorboard --logdir runs`.
 ///
 ///     ga::Trainer trainer(model, sgd, objective, ga::TensorBoard{.directory = "runs/a", .histograms_every = 2,
 ///                                                                .hyperparameters = "learning rate 0.001"});
@@ -17,25 +17,25 @@ namespace gradaccum {
 ///     const double loss = trainer.evaluate(batches)["loss"];
 ///     trainer.policy<ga::TensorBoard>().writer()->add_scalar("test/loss", loss, trainer.updates());
 ///
-/// Over the updates: `train/loss`, `train/lr`, `train/grad_norm` (where somebody clips by it),
-/// `train/samples_per_second` (without validations), `memory/resident` and, on a device, `memory/occupied`, in bytes,
-/// twice a second at most; whatever a validation found, as `validation/loss`; on request the distributions
-/// `parameters/<name>`, after the update, and `gradients/<name>`, the true ones, as they are where this policy stands
-/// among those with before_step. Windows that were skipped have no point; NaN has one.
+/// The curves are `train/loss`, `train/lr`, `train/grad_norm` (if a policy clips by norm), `train/samples_per_second`
+/// (without the time of validations), `memory/resident` and, on a device, `memory/occupied`, in bytes, at most twice
+/// per second, and all metrics of a `Validate`, such as `validation/loss`. Skipped windows have no point; NaN has one.
 ///
-/// A training that goes on from a state has one curve, without gaps or doubles, in a directory of its own:
-/// `SummaryWriter` says how it is written. Of several processes rank 0 writes. Nothing is written in a `.smoke` fit.
-/// Gradients are only looked at: parameters are those without this policy, to the bit.
+/// Histograms. With `histograms_every` it writes `parameters/<name>` after the update, and `gradients/<name>` without a
+/// loss scale, and clipped if this policy is listed after a clipping one. The training is bitwise unaffected.
+///
+/// Resuming. A resumed training continues its curves without gaps or duplicates; each run needs its own directory. Only
+/// rank 0 writes, and nothing is written in a `.smoke` fit. See `SummaryWriter`.
 ///
 /// @note Reads loss and norm from the device for each point; for histograms all parameters and gradients.
 struct TensorBoard {
   static constexpr std::string_view name = "tensor_board";
-  static constexpr bool looks_on = true;  ///< but for histograms: may go with OptimizerInBackward
+  static constexpr bool looks_on = true;  ///< may be combined with OptimizerInBackward, except for histograms
 
-  std::filesystem::path directory = {};  ///< made where it is not there; of one run
-  std::int64_t every = 1;                ///< updates a point, >= 1
-  std::int64_t histograms_every = 0;     ///< updates a histogram; 0: none
-  std::string hyperparameters = {};      ///< a text, in Markdown
+  std::filesystem::path directory = {};  ///< created if it does not exist; for one run only
+  std::int64_t every = 1;                ///< updates per point, >= 1
+  std::int64_t histograms_every = 0;     ///< updates per histogram; 0: none
+  std::string hyperparameters = {};      ///< a text in Markdown
   std::chrono::duration<double> flush_every = std::chrono::seconds(10);
   struct Run;
   std::shared_ptr<Run> run = {};  ///< not an option: the state of the policy
@@ -46,10 +46,11 @@ struct TensorBoard {
   void after_step(const Step& step);
   void on_validation(const Validation& validation);
   void at_boundary();
-  /// Saves nothing of its own: so what was written is on the disk before the state is.
+  /// Saves nothing, but flushes the file, so that it has all points of the saved updates.
   void state(Archive& archive);
 
-  /// For numbers of one's own, of the same steps. Null in a process that does not write, and in a `.smoke` fit.
+  /// Returns the writer, for numbers of your own with the same steps. Null on ranks that do not write, and in a
+  /// `.smoke` fit.
   SummaryWriter* writer();
 };
 

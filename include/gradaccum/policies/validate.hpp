@@ -15,25 +15,25 @@ namespace gradaccum {
 
 struct Ema;
 
-/// When it is evaluated, of which weights, and what the numbers are called.
+/// Options of `Validate`: when to evaluate, which weights, and the name of the results.
 struct ValidateOptions {
-  std::optional<std::int64_t> every_updates = {};  ///< >= 1
-  std::optional<std::int64_t> every_epochs = {};   ///< >= 1; 1 if neither is given
-  bool ema = false;                                ///< evaluates the averages of the trainer's `Ema`
-  std::string name = "validation";                 ///< the first part of its numbers' names: `validation/loss`
+  std::optional<std::int64_t> every_updates = {};  ///< updates between two evaluations, >= 1
+  std::optional<std::int64_t> every_epochs = {};   ///< epochs between two evaluations, >= 1; 1 if neither is set
+  bool ema = false;                                ///< evaluate the averages of the trainer's `Ema`
+  std::string name = "validation";                 ///< prefix of the metrics' names, as in `validation/loss`
 };
 
 namespace detail {
 
 void check_options(const ValidateOptions& options);
 
-/// Returns a guard for an evaluation in the middle of a training: the averages are in the model, if there are any, and
-/// random numbers are afterwards as before.
+/// Returns a guard for an evaluation during training. It puts averages into the model, if there are any, and at its end
+/// restores the weights and the random number generators.
 std::shared_ptr<void> validating_scope(torch::nn::Module& module, Ema* ema);
 
 }  // namespace detail
 
-/// Policy: evaluates the model in the middle of `fit`, and tells everybody who looks at numbers.
+/// Policy: evaluates the model during `fit`, and passes the results to the report and the other policies.
 ///
 ///     ga::data::TensorBatches unseen(x, y, {.batch_size = 4});
 ///     ga::Trainer trainer(model, sgd, objective, ga::Validate(unseen, {.every_updates = 5}),
@@ -41,18 +41,20 @@ std::shared_ptr<void> validating_scope(torch::nn::Module& module, Ema* ema);
 ///     auto report = trainer.fit(batches, {.epochs = 3});
 ///     for (auto& validation : report.validations) std::cout << validation.update << ": " << validation.found << '\n';
 ///
-/// `ga::Validate(batches, metrics…)`, `ga::Validate(batches, options, metrics…)`: what `Trainer::evaluate` takes.
-/// Batches with a name are held by reference, others are taken over; not those that `fit` goes through. It evaluates as
-/// the options say and at the end of the `fit`, at most once an update. What is found reaches the FitReport and each
-/// policy that has `on_validation(const ga::Validation&)`, before the training is saved. There may be several, of
-/// different names. A signal ends it at its next batch; its numbers are thrown away, and a resumed run evaluates
-/// again.
+/// The arguments are batches, optional `ValidateOptions`, and metrics, as for `Trainer::evaluate`. Batches passed as an
+/// lvalue are held by reference; they must not be the training's. Evaluates as the options say and at the end of `fit`,
+/// at most once per update. Results go to the FitReport and to each policy with
+/// `on_validation(const ga::Validation&)`, before a state is saved. A Trainer may have several with different names.
 ///
-/// The training goes on as if there had been none, to the bit. Batches of `ga::data` come in the order of their first
-/// epoch each time. Of several processes, given `DataParallel`, each evaluates its share of the batches, and the
-/// numbers are those of all: metrics need `reduce` then.
+/// The training is bitwise unaffected. Batches of `ga::data` are always in the order of their first epoch.
 ///
-/// @note Synchronizes with the device when it evaluates. With `ema` the model is in memory once more meanwhile.
+/// Resuming. A signal interrupts an evaluation at its next batch; a resumed run evaluates again.
+///
+/// Ranks. With `DataParallel` each rank evaluates its share of the batches, and results are over all shares. Metrics
+/// need `reduce` then.
+///
+/// @note Synchronizes with the device when it evaluates. With `ema`, an evaluation takes memory for a copy of the
+/// model.
 template <class Batches, class... Metrics>
 class Validate {
  public:
@@ -87,7 +89,7 @@ class Validate {
   }
   void after_window(const Step&) { due_ = due_ || trainer_->status().options.smoke; }
   void on_epoch_end(std::int64_t epoch) {
-    // The rest of an epoch that a limit has cut short comes when the training goes on.
+    // An epoch that a limit has cut short is not over: a later fit trains with the rest.
     const auto& status = trainer_->status();
     const bool is_cut = status.stopped || (status.options.updates && status.updates >= *status.options.updates);
     due_ = due_ || (!is_cut && is_due_after(epoch));
@@ -99,7 +101,7 @@ class Validate {
   }
 
  private:
-  /// Makes the next loop over batches that know how the first one again.
+  /// Makes the next loop over the batches repeat their first epoch, if they can.
   void begin_again() {
     using Bare = std::remove_reference_t<Batches>;
     if constexpr (requires { batches_.load_state(typename Bare::State()); })
@@ -108,20 +110,20 @@ class Validate {
   bool is_due_after(std::int64_t epoch) const {
     return (options.every_epochs || !options.every_updates) && (epoch + 1) % options.every_epochs.value_or(1) == 0;
   }
-  /// A state has just been loaded that was saved when a signal ended an evaluation.
+  /// Returns true after loading a state that was saved when a signal interrupted an evaluation.
   bool was_due() const {
     const auto& status = trainer_->status();
     if (status.resumed_from.empty() || status.windows > 0 || status.updates == 0) return false;
     return (options.every_updates && trainer_->updates() % *options.every_updates == 0) ||
            (status.epochs > 0 && status.batch == 0 && is_due_after(status.epoch));
   }
-  /// This `fit` has trained, and moves the parameters no more.
+  /// Returns true if this `fit` has trained, and will not update the parameters again.
   bool at_end() const {
     const auto& status = trainer_->status();
     const bool has_tail = status.options.tail == Tail::flush && trainer_->window().micro_batches > 0;
     return status.done() && status.signal == 0 && status.updates > 0 && !has_tail;
   }
-  /// It has been evaluated at this update: at the epoch's last window, say, or before a `fit` was resumed.
+  /// Returns true if there is a result for this update: of the epoch's last window, or from before a resume.
   bool is_known(bool due) const {
     const auto& all = trainer_->status().validations;
     return std::any_of(all.rbegin(), all.rend(), [&, update = trainer_->updates()](const Validation& one) {

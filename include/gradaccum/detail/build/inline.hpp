@@ -9,8 +9,8 @@
 /// from the CMake target gradaccum::compiled.
 namespace gradaccum::detail {
 
-// A program of which some files are compiled so and some are not would have all definitions twice. It does not link:
-// this is a thread's own in the one kind of file, and not in the other.
+// A program that mixes files with and without GRADACCUM_COMPILED would have two copies of all definitions. It does not
+// link, because this variable is thread-local in only one kind of file.
 #ifdef GRADACCUM_COMPILED
 extern const char either_all_files_define_GRADACCUM_COMPILED_or_none;
 [[gnu::used]] static const char* const how_this_file_is_compiled = &either_all_files_define_GRADACCUM_COMPILED_or_none;
@@ -20,7 +20,7 @@ extern const char either_all_files_define_GRADACCUM_COMPILED_or_none;
 
 /// The magnitude of a number as an integer of the same order: infinity is above all numbers, NaN above infinity.
 ///
-/// -ffast-math lets a compiler take std::isnan(x) for false and `x == x` for true; it knows nothing of these bits.
+/// With -ffast-math a compiler may assume that std::isnan(x) is false and `x == x` true, but not so for these bits.
 inline std::uint64_t bits_of_magnitude(const double& x) {
   std::uint64_t bits = 0;
   std::memcpy(&bits, &x, sizeof(bits));

@@ -18,7 +18,7 @@
 
 namespace gradaccum::detail {
 
-/// The peak of bytes alive at once, and the time.
+/// The peak of live bytes, and the time.
 struct Cost {
   std::int64_t peak = 0;
   double seconds = 0;
@@ -62,7 +62,7 @@ inline double fastest_within(std::int64_t bytes, const ParetoFront& front) {
   return beyond == front.begin() ? std::numeric_limits<double>::infinity() : (beyond - 1)->seconds;
 }
 
-/// The measured cost of a stage of a chain, in bytes and seconds. The stage's input counts where it is kept.
+/// The measured cost of a stage of a chain, in bytes and seconds. The stage's input counts if the stage keeps it.
 struct StageCost {
   /// One way to keep the tensors that backward needs.
   struct Way {
@@ -90,7 +90,7 @@ struct ScheduleItem {
   std::vector<ScheduleItem> segment;
 };
 
-/// A list of items for successive stages. The last item is a stage: a segment there would be recomputed at once.
+/// A list of items for successive stages. The last item is a stage: a segment there would be recomputed immediately.
 using Schedule = std::vector<ScheduleItem>;
 
 /// The cost of one item, without the items after it and without a segment's recomputation.
@@ -115,8 +115,8 @@ inline ItemCost keep(const StageCosts& stages, std::size_t stage, std::size_t wa
   return {{peak, stages[stage].forward_seconds + kept.backward_seconds}, kept.held};
 }
 
-/// Adds a stage to a segment's first forward pass, while `gradient` bytes are alive. Only the segment's input, which
-/// does not count, and what buffers were are kept. The output of each stage lives until the next stage has its own.
+/// Adds a stage to a segment's first forward pass, while `gradient` bytes are alive. Keeps only the segment's input,
+/// which does not count, and earlier values of buffers. A stage's output lives until the next stage has its own.
 inline void drop(ItemCost& segment, const StageCost& stage, std::int64_t gradient) {
   segment.cost.peak = std::max(segment.cost.peak, gradient + segment.held + stage.forward_peak);
   segment.cost.seconds += stage.forward_seconds;
@@ -168,18 +168,18 @@ inline std::string to_string(const Schedule& schedule) {
   return text;
 }
 
-/// Plans by dynamic programming: the possible costs of stages first..last follow from those of fewer stages.
+/// Plans by dynamic programming: the possible costs of stages first..last follow from the costs of fewer stages.
 ///
 /// The list of a part begins with its first stage, kept, or with a checkpointed segment. A list for the rest follows,
-/// with fewer bytes. When the rest is done, the segment is recomputed by a list of its own, with all bytes again.
+/// with fewer bytes. After the rest, the segment is recomputed by its own list, again with all bytes.
 ///
 /// Implements rotor (Beaumont et al., "Optimal checkpointing for heterogeneous chains") with several ways to keep a
-/// stage, and with Pareto fronts of exact bytes instead of a table of rounded ones. Long fronts are thinned, which may
-/// miss a slightly faster schedule, but neither the budget nor the least memory.
+/// stage, and with Pareto fronts of exact bytes instead of a table of rounded bytes. Long fronts are thinned, which may
+/// miss a slightly faster schedule, but never exceeds the budget or misses the least memory.
 class CheckpointPlanner {
  public:
   /// Plans schedules within `budget` bytes. The front of a part has about `points` points. Fronts of parts that end
-  /// with the chain have more: they are few, and most of the bytes are divided there.
+  /// with the chain have more, because they are few and divide most of the bytes.
   CheckpointPlanner(const StageCosts& stages, std::int64_t budget, std::size_t points)
       : stages_(stages), budget_(budget), fronts_(stages.size() * stages.size()) {
     for (std::size_t last = 0; last < stages.size(); ++last)
@@ -232,7 +232,7 @@ class CheckpointPlanner {
     return all;
   }
 
-  /// Adds the possible costs of lists with this beginning. As bytes grow, now the rest becomes faster, now the segment.
+  /// Adds the possible costs of lists with this beginning. With more bytes either the rest or the segment gets faster.
   void extend(ParetoFront& best, const Beginning& beginning) const {
     const auto& step = beginning.step;
     ParetoFront points;
@@ -337,9 +337,9 @@ struct Segment {
 };
 
 /// Merges a stage into the previous one if neither saves the tensor between them, such as a linear layer and its
-/// dropout: apart, that tensor would count although it is long freed. Also merges stages that change their input in
-/// place, and stages before the first that needs gradients, since the input that a segment keeps counts where an
-/// operation needs it.
+/// dropout: as separate stages, that tensor would count although it is freed. Also merges stages that change their
+/// input in place, and stages before the first that needs gradients, since the input that a segment keeps counts for
+/// the operation that needs it.
 Stages merged(const Stages& stages, const at::Tensor& input, const at::Tensor& context = {});
 
 /// Measures the cost of each stage for inputs like this one, by running it a few times. Leaves gradients of parameters

@@ -59,13 +59,13 @@ class [[nodiscard]] RandomScope {
   RandomState around_;
 };
 
-/// The state on which a forward pass depends besides its inputs: autocast, the current device and, if requested, random
-/// generators.
+/// The state, other than inputs, on which a forward pass depends: autocast, the current device and, if requested,
+/// random generators.
 class ForwardState {
  public:
   explicit ForwardState(bool with_random_generators);
 
-  /// Ends the forward pass, and drops the state of random generators if it did not use them. Returns whether it did.
+  /// Ends the forward pass, and drops the state of random generators if it did not use them. Returns true if it did.
   bool finish();
 
   /// Restores the state for a scope, with gradients enabled, on the thread that runs backward.
@@ -95,8 +95,8 @@ class ForwardState {
 
 std::vector<at::Tensor> copies_of(const std::vector<at::Tensor>& tensors);
 
-/// Restores the state that forward passes change besides gradients: random generators, and a model's buffers, such as
-/// BatchNorm's statistics. Holds a copy of the buffers.
+/// Restores the state, other than gradients, that forward passes change: random generators, and a model's buffers, such
+/// as BatchNorm's statistics. Holds a copy of the buffers.
 class ForwardUndo {
  public:
   explicit ForwardUndo(const std::vector<at::Tensor>& buffers) : buffers_(buffers), values_(copies_of(buffers)) {}
@@ -107,7 +107,7 @@ class ForwardUndo {
   RandomState random_;
 };
 
-/// The properties that a tensor must share with one that takes its place.
+/// The properties that a tensor and its replacement must share.
 class TensorTraits {
  public:
   TensorTraits() = default;
@@ -123,7 +123,7 @@ class TensorTraits {
 
 /// Detects whether a tensor was changed in place since construction, without keeping its memory.
 ///
-/// LibTorch checks this for tensors that it saves itself, but not for those that hooks save.
+/// LibTorch checks this for tensors that it saves itself, but not for tensors that hooks save.
 class TensorVersion {
  public:
   TensorVersion() = default;
@@ -137,18 +137,18 @@ class TensorVersion {
 
 /// A buffer of a module that a forward pass may change, and its value before.
 struct BufferState {
-  /// Copies the value, and watches for writes from here on. Sees all of them, also those that version counters miss (by
-  /// `data()`, by kernels that update statistics, by `data_ptr()`): makes the memory copy-on-write with one owner,
-  /// which LibTorch makes plain again, without a copy, before the first write.
+  /// Copies the value, and detects writes from now on, including writes that version counters miss (by `data()`, by
+  /// kernels that update statistics, by `data_ptr()`): makes the memory copy-on-write with one owner, which LibTorch
+  /// converts back, without a copy, before the first write.
   void watch();
   void note_writes();
 
   BufferState(at::Tensor tensor, bool of_normalisation) : buffer(std::move(tensor)), is_statistics(of_normalisation) {}
 
   at::Tensor buffer;
-  bool is_statistics;      ///< results do not depend on it: a normalisation layer's in training mode
-  std::size_t owners = 0;  ///< handles of the tensor before the pass, this one among them
-  at::Tensor before;       ///< undefined if it was not watched: then a repeated pass begins with the present value
+  bool is_statistics;      ///< true if results do not depend on it: for a normalisation layer in training mode
+  std::size_t owners = 0;  ///< handles of the tensor before the pass, including this one
+  at::Tensor before;       ///< undefined if it was not watched: a repeated pass then begins with the current value
   bool written = true;
 
  private:
@@ -159,18 +159,18 @@ struct BufferState {
 /// The states of all buffers of modules, recursively, each once.
 std::vector<std::shared_ptr<BufferState>> buffers_of(const std::vector<torch::nn::Module*>& modules);
 
-/// Throws if a pass has put another tensor in the place of a buffer. Whatever else it made must be gone.
+/// Throws if a pass has replaced a buffer by another tensor. All other tensors of the pass must have been released.
 void check_not_replaced(const std::vector<std::shared_ptr<BufferState>>& buffers);
 
 /// The buffers that a checkpointed part changes in its forward pass.
 struct BufferRecord {
-  bool with_statistics = false;  ///< watches those, too
+  bool with_statistics = false;  ///< also watch statistics
   std::vector<std::shared_ptr<BufferState>> changed = {};
-  std::unordered_map<const void*, bool> storages = {};  ///< that operations have met: true if one of them made it
+  std::unordered_map<const void*, bool> storages = {};  ///< storages in operations: true if an operation created it
   BufferRecord* outer = nullptr;
 };
 
-/// Lets `run_watched` add to a record and to those of the scopes around it, or, with nullptr, to none.
+/// Makes `run_watched` add to a record and to the records of enclosing scopes, or, with nullptr, to none.
 class [[nodiscard]] RecordingScope {
  public:
   explicit RecordingScope(BufferRecord* record);
@@ -184,19 +184,19 @@ class [[nodiscard]] RecordingScope {
   BufferRecord* around_ = innermost_;
 };
 
-/// Returns whether a `Functional` is among modules, recursively: its lambda may call modules that are not.
+/// Returns true if a `Functional` is among the modules, recursively: its lambda may call modules outside of them.
 bool calls_functions(const std::vector<torch::nn::Module*>& modules);
 
-/// Runs a part of a forward pass, and records the buffers of `modules` that it changes for the checkpoints around it.
-/// `calls_others`: it may call modules that are not among them, as a lambda may. Then, and if a `Functional` is among
-/// them, it records what operations write to, too.
+/// Runs a part of a forward pass, and records the buffers of `modules` that it changes, for enclosing checkpoints.
+/// `calls_others`: it may call other modules, as a lambda may. Then, and if a `Functional` is among them, it also
+/// records tensors that operations write to.
 void run_watched(const std::vector<torch::nn::Module*>& modules, bool calls_others, c10::function_ref<void()> forward);
 
-/// Makes forward passes of a scope begin with the buffers as they were before, and change copies of them, so that a
-/// repeated pass does not count twice.
+/// Makes forward passes of a scope begin with earlier values of the buffers, and change copies of them, so that a
+/// repeated pass does not update them twice.
 ///
-/// Exchanges what is in the tensors, with their version counters: autograd saves the tensors, and would take restored
-/// values for a change in place.
+/// Exchanges the contents of the tensors together with their version counters, because autograd saves the tensors, and
+/// would treat restored values as a change in place.
 class [[nodiscard]] FrozenBuffers {
  public:
   explicit FrozenBuffers(const std::vector<std::shared_ptr<BufferState>>& buffers);

@@ -32,8 +32,8 @@ struct CheckpointOptions;
 
 namespace gradaccum::detail {
 
-/// Decides, while it lives, how tensors that this thread's operations save for backward are kept. Scopes nest; only the
-/// innermost decides.
+/// A scope that decides how tensors that this thread's operations save for backward are kept. Scopes nest; only the
+/// innermost one decides.
 class SavingScope {
  public:
   using Hooks = std::unique_ptr<torch::autograd::SavedVariableHooks>;
@@ -57,8 +57,8 @@ class SavingScope {
   SavingScope* outer_;
 };
 
-/// Recomputes results of cheap operations in backward, where other operations would save them. Other tensors are kept
-/// as they are outside the scope.
+/// A scope in which results of cheap operations are recomputed in backward rather than saved for other operations.
+/// Other tensors are kept as outside the scope.
 class [[nodiscard]] RebuildingScope final : SavingScope {
  public:
   RebuildingScope();
@@ -110,8 +110,8 @@ std::vector<std::remove_cv_t<T>> lasting_copy(const std::span<T>& input) {
 template <class Input>
 using lasting_t = decltype(lasting_copy(std::declval<const std::remove_reference_t<Input>&>()));
 
-/// Saves tensors as an autograd operation does: hooks around the checkpoint see them, outer checkpoints drop them, and
-/// in-place changes are noticed.
+/// Saves tensors as an autograd operation does: enclosing hooks receive them, outer checkpoints drop them, and in-place
+/// changes are detected.
 class SavedInputs {
  public:
   /// Moves a tensor in, which leaves its handle undefined.
@@ -188,13 +188,13 @@ auto callable(Function& function) {
   }
 }
 
-/// Adds a function to a list of modules if it is one.
+/// Adds a value to a list of modules if it is a module.
 template <class Value>
 void add_module(std::vector<torch::nn::Module*>& modules, Value& value) {
   if constexpr (model<Value>) modules.push_back(&module_of(const_cast<std::remove_const_t<Value>&>(value)));
 }
 
-/// Adds an input likewise. It may be an empty holder or pointer: a block's shortcut that there is not.
+/// Adds an input in the same way. It may be an empty holder or pointer, such as a missing shortcut of a block.
 template <class Value>
 void add_input(std::vector<torch::nn::Module*>& modules, Value& value) {
   if constexpr (model<Value> && !plain_module<Value> && std::constructible_from<bool, Value&>)
@@ -202,8 +202,8 @@ void add_input(std::vector<torch::nn::Module*>& modules, Value& value) {
   add_module(modules, value);
 }
 
-/// Runs a part's forward pass with a frame in place of the tensors that its operations save. `inputs` are those of the
-/// part. `again` reruns it, which leaves the buffers of `modules` unchanged, and of others that it calls.
+/// Runs a part's forward pass with a frame in place of the tensors that its operations save. `inputs` are the part's.
+/// `again` reruns it, which leaves the buffers of `modules`, and of others that it calls, unchanged.
 void run_in_frame(const CheckpointOptions& options, const std::vector<torch::nn::Module*>& modules, bool calls_others,
                   SavedInputs& inputs, std::function<void()> again, c10::function_ref<void()> forward);
 

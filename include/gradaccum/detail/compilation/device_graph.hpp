@@ -28,20 +28,20 @@ struct GraphImplInterface {
   virtual void replay() = 0;
   virtual c10::MempoolId_t pool() const = 0;
 };
-/// Returns what makes a graph, which tests may exchange.
+/// Returns the function that constructs a graph, which tests may replace.
 std::function<std::unique_ptr<GraphImplInterface>()>& device_graph_maker();
 #endif
 
-/// Returns whether work on a device can be captured as a graph.
+/// Returns true if work on a device can be captured as a graph.
 bool has_graphs(c10::Device device);
 
-/// Work that was captured on a device, to be replayed. Capturing runs nothing: memory and random numbers stay as they
-/// are. What it allocates belongs to the pool of the graph, and is written to by each replay.
+/// Work that was captured on a device, to be replayed. Capturing runs nothing: memory and random numbers do not change.
+/// Its allocations belong to the graph's pool, and each replay writes to them.
 class DeviceGraph {
  public:
-  /// Captures what `work` issues on `stream`, which must not be the default stream. Graphs that share a pool must be
-  /// replayed in the order of their captures, unless the results of each are used up before another is replayed. After
-  /// an error, names the operation that could not be captured, and leaves the stream usable.
+  /// Captures the operations that `work` issues on `stream`, which must not be the default stream. Graphs that share a
+  /// pool must be replayed in the order of their captures, unless the results of each are no longer needed when another
+  /// is replayed. Throws an error that names the operation that could not be captured, and leaves the stream usable.
   DeviceGraph(c10::Stream stream, c10::MempoolId_t pool, c10::function_ref<void()> work);
 
   /// Replays on the current stream.

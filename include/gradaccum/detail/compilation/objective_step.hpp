@@ -21,7 +21,7 @@ namespace gradaccum {
 
 namespace detail {
 
-/// The recorded steps of a model, and what `Report` tells of their runs.
+/// The recorded steps of a model, and the report of their runs.
 template <class Report>
 class RecordedSteps {
  public:
@@ -41,7 +41,7 @@ class RecordedSteps {
 
 }  // namespace detail
 
-/// A recorded step in the place of a model's objective: a `CompiledStep` or a `GraphedStep`.
+/// The base of `CompiledStep` and `GraphedStep`, which replace a model's objective by a recorded step.
 template <class Model, class Objective, class Report>
 class ObjectiveStep {
   static_assert(model<Model>,
@@ -60,7 +60,7 @@ class ObjectiveStep {
     else
       return loss;
   }
-  /// The same, as a `ga::Trainer` calls it.
+  /// Runs the step as the objective of a `ga::Trainer`.
   template <class Batch>
   auto operator()(Model& model, Batch& batch) {
     TORCH_CHECK(&detail::module_of(model) == &detail::module_of(*model_),
@@ -68,7 +68,7 @@ class ObjectiveStep {
     return (*this)(batch);
   }
 
-  /// Tells how many steps ran in which way, and why. Printable.
+  /// Returns the numbers of recorded and eager runs, with reasons. Printable.
   const Report& report() const { return steps_->report; }
 
  protected:

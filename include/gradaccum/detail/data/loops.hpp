@@ -50,13 +50,13 @@ class EpochOrder {
   };
 
   const State& state() const { return place_.state; }
-  /// The most batches that a rank has in an epoch, counted from the current or next one.
+  /// Returns the maximum over ranks of the batches in an epoch, counted from the current or next one.
   std::int64_t most_batches(std::int64_t epochs_ahead) const {
     return detail::ShareOfRank{0, share().world_size}.of(all_of(place_.state.epoch + epochs_ahead));
   }
   /// Makes the next loop start from `state`.
   void load_state(const State& state);
-  /// Saves or loads the position. Other data is an error, detected by its number of batches and its last batch.
+  /// Saves or loads the position. Throws if the data differs in the number of batches or the last batch.
   void state(Archive& archive);
 
   /// A position, and whether the next loop resumes there. `Prefetch` restores it after reading ahead.
@@ -65,7 +65,7 @@ class EpochOrder {
     bool resumed = false;
   };
   Place place() const { return place_; }
-  /// Returns to a place that this object gave.
+  /// Returns to a result of place().
   void go_back(const Place& place) { place_ = place; }
 
  protected:
@@ -73,8 +73,8 @@ class EpochOrder {
 
   /// Begins a loop, and returns its number.
   std::int64_t begin_loop();
-  /// Returns the number of the loop's next batch, among all ranks'. At an epoch's end, returns nothing and begins the
-  /// next. Throws if another loop has begun since.
+  /// Returns the index of the loop's next batch among all ranks' batches. At an epoch's end, returns nullopt and begins
+  /// the next. Throws if another loop has begun since.
   std::optional<std::int64_t> next(std::int64_t loop);
   void count_batch() { ++place_.state.batch; }
 
@@ -241,11 +241,11 @@ class RangePass {
 /// Runs `make`, and throws if it drew from LibTorch's default generators, which all threads share.
 void make_without_draws(c10::function_ref<void()> make);
 
-/// A queue of at most `depth` objects that a thread prepares in order, for one thread. It starts with `start` or
-/// `take`, after a `stop`, too, and ends after the last object, or when `make` throws.
+/// A queue of at most `depth` objects that a thread prepares in order, for one consumer. The thread starts with `start`
+/// or `take`, also after a `stop`, and ends after the last object, or when `make` throws.
 class PreparedAhead {
  public:
-  /// Makes the next object; null after the last.
+  /// Returns the next object; null after the last.
   using Make = std::function<std::shared_ptr<void>()>;
 
   PreparedAhead(std::size_t depth, Make make) : depth_(depth), make_(std::move(make)) {}
@@ -254,7 +254,7 @@ class PreparedAhead {
   void start();
   /// Returns the next object; null after the last. Rethrows an exception of `make` in its place.
   std::shared_ptr<void> take();
-  /// Stops the thread, after the object that it is making. Objects that are ready stay.
+  /// Stops the thread after its current object. Objects that are ready remain.
   void stop();
   /// Discards the objects that are ready. The thread must be stopped.
   void clear() { made_.clear(); }

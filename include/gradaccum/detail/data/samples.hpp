@@ -67,8 +67,8 @@ requires(is_collection<B> || is_tuple<B>) void for_each_part(B& batch, auto&& vi
   }
 }
 
-/// The number of samples in a batch: `batch_size(batch)` if there is one; the rows of a tensor, of `batch.data`, of a
-/// tuple's first element or of a map's first entry; else its `size()`, or 1 for text; else 1.
+/// Returns the number of samples in a batch: `batch_size(batch)` if there is one; the rows of a tensor, of
+/// `batch.data`, of a tuple's first element or of a map's first entry; else its `size()`, or 1 for text; else 1.
 template <class Batch>
 std::int64_t samples_of(const Batch& batch) {
   if constexpr (tells_its_size<Batch>)
@@ -89,7 +89,7 @@ std::int64_t samples_of(const Batch& batch) {
     return 1;
 }
 
-/// The number of batches in an epoch, if the range has a `size()`.
+/// Returns the number of batches in an epoch, if the range has a `size()`.
 template <class Batches>
 std::optional<std::int64_t> batches_of(const Batches& batches) {
   if constexpr (is_sized<Batches>)
@@ -116,7 +116,7 @@ void add_fingerprint(std::string& text, const T& value) {
   }
 }
 
-/// A text that identifies a batch by its tensors, all of which it reads; empty for a type without any.
+/// Returns a text that identifies a batch by the contents of its tensors; empty for a type without tensors.
 template <class T>
 std::string fingerprint_of(const T& value) {
   std::string text;
@@ -160,7 +160,7 @@ void for_each_of_batch(T& value, auto&& visit) {
   }
 }
 
-/// The tensors of which a batch consists.
+/// Returns the tensors of which a batch consists.
 template <class Batch>
 std::vector<at::Tensor> parts_of(const Batch& batch) {
   std::vector<at::Tensor> all;
@@ -168,7 +168,7 @@ std::vector<at::Tensor> parts_of(const Batch& batch) {
   return all;
 }
 
-/// The tensors of a batch, by `batch_tensors(batch)` if there is one.
+/// Returns the tensors of a batch, by `batch_tensors(batch)` if there is one.
 template <class Batch>
 std::vector<at::Tensor> tensors_of(const Batch& batch) {
   if constexpr (tells_its_tensors<Batch>)
@@ -210,7 +210,7 @@ concept has_rows = slices_itself<B> || holds_tensors_only<B> || is_vector<B>;
 
 std::int64_t rows_of_all(const std::vector<at::Tensor>& tensors);
 
-/// The number of rows that can be split. For a class with its own `slice`, the number of samples.
+/// Returns the number of rows that can be split. For a class with its own `slice`, the number of samples.
 template <has_rows B>
 std::int64_t rows_of(const B& batch) {
   if constexpr (slices_itself<B>)
@@ -240,7 +240,7 @@ std::string layout_text(const at::Tensor& tensor);
 /// Describes several tensors, separated by commas. With `any_rows`, the first dimension of each is `*`.
 std::string layout_text(const std::vector<at::Tensor>& tensors, bool any_rows = false);
 
-/// Sequences of unequal length, any of which can be padded to the longest and joined to one tensor.
+/// Sequences of different lengths. Any of them can be padded to the longest of these and joined to one tensor.
 class PaddedSequences {
  public:
   /// Pads lengths to a multiple of `multiple`, >= 1. `what` names the sequences in error messages. `padding_option`
@@ -251,12 +251,12 @@ class PaddedSequences {
   std::int64_t size() const { return static_cast<std::int64_t>(sequences_.size()); }
   std::int64_t length(std::int64_t i) const { return lengths_[static_cast<std::size_t>(i)]; }
 
-  /// The padded length of a batch whose longest sequence this is.
+  /// Returns the padded length of a batch whose longest sequence is this one.
   std::int64_t padded_length(std::int64_t i) const { return (length(i) + multiple_ - 1) / multiple_ * multiple_; }
 
-  /// Lengths of sequences: int64 [n], on the CPU.
+  /// Returns the lengths of sequences: int64 [n], on the CPU.
   at::Tensor lengths(const std::vector<std::int64_t>& rows) const;
-  /// Sequences as one tensor: [n, longest padded length, …]. Takes two operations for any number of sequences.
+  /// Returns sequences as one tensor: [n, longest padded length, …]. Takes two operations for any number of sequences.
   at::Tensor padded(const std::vector<std::int64_t>& rows) const;
 
  private:
@@ -302,14 +302,14 @@ struct RowKind {
   std::int64_t elements = 0;             ///< elements per row
   std::string text = {};                 ///< description: `Float [*, 784], Long [*]`
 
-  /// Returns whether rows of this kind take no less memory than those of `other`.
+  /// Returns true if rows of this kind take at least the memory of rows of `other`.
   bool covers(const RowKind& other) const;
   bool operator==(const RowKind& other) const { return form == other.form && sizes == other.sizes; }
 };
 
 RowKind kind_of(const std::vector<at::Tensor>& tensors, std::int64_t rows);
 
-/// The kind of a batch's rows. All rows are of one kind in a vector of samples, and in a class with unknown tensors.
+/// Returns the kind of a batch's rows. A vector of samples, and a class with unknown tensors, have a single kind.
 template <has_rows B>
 RowKind kind_of_rows(const B& batch) {
   if constexpr (tells_its_tensors<B> || holds_tensors_only<B>)

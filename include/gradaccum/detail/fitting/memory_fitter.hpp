@@ -28,8 +28,8 @@ class Archive;
 
 namespace gradaccum::detail {
 
-/// Finds the fastest way to run a batch through a model with `CheckpointedSequential` parts: everything kept in small
-/// micro-batches, or less kept in larger ones. Compares times of micro-batches, each of which trains the model.
+/// Finds the fastest way to run a batch through a model with `CheckpointedSequential` parts: keeping everything in
+/// small micro-batches, or keeping less in larger ones. Compares the times of micro-batches, which all train the model.
 class CheckpointSearch {
  public:
   /// A kind of micro-batch. `most` is the maximum number of elements: rows times elements per row.
@@ -42,14 +42,15 @@ class CheckpointSearch {
   void find_parts(torch::nn::Module& module, const std::vector<CheckpointedSequential>& more);
 
   const Way& way() const { return way_; }
-  /// Returns whether the search is still going on.
+  /// Returns true if the search is not finished.
   bool searches() const { return !parts_.empty() && !settled_ && !probing_; }
 
   /// Starts with the parts at their least, which measures their stages, rather than with everything kept, which may
   /// take many times the budget.
   void probe();
   bool probes() const { return probing_; }
-  /// Ends that after a micro-batch that took so many bytes: everything is kept from here if the budget may suffice.
+  /// Ends the probe after a micro-batch that took this number of bytes. Keeps everything from now on if the budget may
+  /// suffice.
   void end_probe(std::int64_t taken, std::int64_t budget);
 
   /// Gives three quarters of `bytes` to the parts, if the way is checkpointed and they have no budget yet.
@@ -80,12 +81,12 @@ class CheckpointSearch {
   bool found_ = false, settled_ = false, probing_ = false;
 };
 
-/// Finds how many rows of one kind a micro-batch may have, from the memory that others took. Uses no tensors.
+/// Finds the maximum number of rows of one kind per micro-batch, from the memory of earlier ones. Uses no tensors.
 ///
 /// Assumes that memory is the largest of several sums a + b * rows, with a and b >= 0. Then n times the rows take at
-/// most n times the bytes, and rows between two measured numbers take at most what lies on the line between them.
-/// Growing by that never takes too much. When it ends, one more row is tried if the last growth predicts that it fits,
-/// which takes at most one row too much. Rows that took too much are not tried again.
+/// most n times the bytes, and memory between two measured points is at most the line between them. Growing by these
+/// bounds never takes too much. Finally, one more row is tried if the last growth predicts that it fits, which takes at
+/// most one row too much. Rows that took too much are not tried again.
 class RowPlan {
  public:
   struct Point {
@@ -93,9 +94,10 @@ class RowPlan {
     std::int64_t bytes = 0;
   };
 
-  /// The most rows for `bytes`, at least `least`. Rows that take 95 % of `bytes` stay; rows that took more are dropped.
+  /// Returns the maximum rows for `bytes`, at least `least`. A number of rows that takes 95 % of `bytes` is kept; one
+  /// that took more is dropped.
   std::int64_t rows_for(std::int64_t bytes, std::int64_t least);
-  /// The bytes that rows are expected to take; nothing while nothing is known.
+  /// Returns the bytes that rows are expected to take; nullopt before any measurement.
   std::optional<std::int64_t> bytes_for(std::int64_t rows) const;
 
   /// Records the bytes of rows. Unless `certain`, they are an upper bound, which counts until a better one is known.
@@ -134,8 +136,8 @@ struct DividedBatch {
   c10::function_ref<bool()> is_scaled;
 };
 
-/// Runs batches in micro-batches that fit into memory. Learns how large these may be from the memory that each takes,
-/// and from those that run out of it.
+/// Runs batches in micro-batches that fit into memory. Learns their maximum size from the memory that each takes, and
+/// from running out of memory.
 class MemoryFitter {
  public:
   struct Limits {
@@ -145,7 +147,7 @@ class MemoryFitter {
 
   /// Runs a batch. Throws if the smallest micro-batch takes too much memory, after undoing the batch.
   void run(const Limits& limits, const DividedBatch& batch);
-  /// The number of rows of this kind that training runs at once; nothing until it is known.
+  /// Returns the number of rows of this kind per micro-batch; nullopt until it is known.
   std::optional<std::int64_t> known_rows(const RowKind& kind) const;
 
   /// Finds parts of the model whose budgets may be chosen. Must be called before the first batch.
@@ -158,7 +160,7 @@ class MemoryFitter {
   /// A kind of rows, and a plan for each way to run them.
   struct Known {
     RowKind kind;
-    RowPlan plan, checkpointed;  // checkpointed: memory besides the checkpointed parts
+    RowPlan plan, checkpointed;  // checkpointed: memory without the checkpointed parts
   };
   /// A micro-batch, and the memory and time that it took.
   struct Piece {
@@ -175,7 +177,7 @@ class MemoryFitter {
     bool is_least = false;   // cannot be divided
     std::int64_t bytes = 0;  // taken; 0: it ran out of memory
     std::string text = {};   // the allocator's message
-    bool is_none = false;    // no failure: restarts with what was learned or allocated
+    bool is_none = false;    // no failure: restarts to use a measurement, or allocated workspaces
   };
 
   std::size_t index_of(const RowKind& kind);
@@ -197,12 +199,13 @@ class MemoryFitter {
   std::optional<c10::Device> warm_device_;    // device whose libraries have workspaces
 };
 
-/// The bytes that this process's control groups (version 1 or 2) still allow; nothing if they set no limit.
+/// Returns the bytes that this process's control groups (version 1 or 2) still allow; nullopt if they set no limit.
 std::optional<std::int64_t> memory_left_by_groups(const std::filesystem::path& groups = "/proc/self/cgroup",
                                                   const std::filesystem::path& mounted = "/sys/fs/cgroup");
 
-/// The bytes that this process can still allocate; nothing if unknown. On a GPU, free memory and the allocator's free
-/// blocks; on the CPU, the least of available memory and of what control groups and `ulimit -v` leave.
+/// Returns the bytes that this process can still allocate; nullopt if unknown. On a GPU, free memory and the
+/// allocator's free blocks; on the CPU, the minimum of available memory and the limits of control groups and `ulimit
+/// -v`.
 std::optional<std::int64_t> available_memory(c10::Device device);
 
 /// Returns whether a device, the CPU's allocator or `new` ran out of memory.

@@ -25,8 +25,8 @@ namespace gradaccum::detail {
 /// Throws `path: requirement, got No space left on device: free some room`.
 [[noreturn]] void file_error(const std::filesystem::path& path, const std::string& requirement, int error);
 
-/// While it lives, a write beyond the limit of a file's size (`ulimit -f`) is an error: the system's signal, which ends
-/// programs, is held back on this thread, and dropped.
+/// A scope in which a write beyond the limit of file sizes (`ulimit -f`) returns an error: the system's signal, which
+/// would end the program, is blocked on this thread and discarded.
 class NoFileSizeSignal {
  public:
   NoFileSizeSignal();
@@ -62,15 +62,16 @@ void sync_directory(const std::filesystem::path& path);
 /// Creates a directory and its missing parents, so that they survive a power failure.
 void make_directory(const std::filesystem::path& path);
 
-/// Throws if states cannot be written to a directory, which it makes: makes a folder with a file there, renames it, and
-/// removes it. Permissions tell less than that: file systems are mounted read-only, full, or know no renaming.
+/// Throws if states cannot be written to a directory, which is created if needed: creates a folder with a file there,
+/// renames it, and removes it. Checking permissions would not suffice: file systems may be read-only, full, or unable
+/// to rename.
 void check_is_writable(const std::filesystem::path& directory);
 
 /// The characters of names that are plain on every file system, and need no quotes in any shell.
 inline constexpr std::string_view plain_characters =
     "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_.-";
 
-/// The names in a directory, unordered; empty if it does not exist.
+/// Returns the names in a directory, unordered; empty if it does not exist.
 std::vector<std::string> names_in(const std::filesystem::path& path);
 
 /// Returns `path` + ".tmp-<process>-<random>", a unique name next to it.
@@ -81,7 +82,7 @@ class InputFile {
  public:
   explicit InputFile(std::filesystem::path path);
 
-  /// The file's size when it was opened.
+  /// Returns the file's size when it was opened.
   std::uint64_t bytes() const { return bytes_; }
 
   /// Reads from `offset` on. Returns the number of bytes, below `size` only at the end of the file. Thread-safe.
@@ -115,14 +116,14 @@ class MappedFile {
 /// returned and its directory is synced. An error is final, as the operating system reports lost data only once.
 class OutputFile {
  public:
-  /// Data that is written directly do not pass through the system's cache, which costs the processor half as much; the
-  /// data must then begin at a multiple of `block` in memory, and are all that is written.
+  /// `passed_by` bypasses the system's cache, which halves the processor time. It needs data that begins at a multiple
+  /// of `block` in memory, and otherwise uses the cache.
   enum class Cache { used, passed_by };
   static constexpr std::size_t block = 4096;
 
   explicit OutputFile(std::filesystem::path path, Cache cache = Cache::used);
 
-  /// Locks the file until it is closed, so that other processes can see that it is being written.
+  /// Locks the file until it is closed, so that other processes can detect that it is being written.
   void lock() const;
   void write(const void* data, std::size_t size);
   void close();
@@ -141,13 +142,13 @@ class OutputFile {
   std::uint32_t crc32_ = 0;
 };
 
-/// Runs `make`, which makes the file or folder `temporary`, and renames that to `path`. Removes it after an error, and
-/// files that killed processes have left under temporary names of `path`.
+/// Runs `make`, which creates the file or folder `temporary`, and renames it to `path`. Removes it after an error, and
+/// also files that killed processes have left under temporary names of `path`.
 void make_and_rename(const std::filesystem::path& temporary, const std::filesystem::path& path,
                      const std::function<void()>& make, const char* requirement = "must be replaced (is as before)");
 
-/// Replaces or creates the file `path`: runs `write` on a temporary file next to it, and renames that. If the process
-/// is killed, `path` is either the old file or the new one.
+/// Replaces or creates the file `path`: runs `write` on a temporary file in the same folder, and renames it. If the
+/// process is killed, `path` is either the old file or the new one.
 void replace_file(const std::filesystem::path& path, const std::function<void(OutputFile&)>& write);
 
 /// The name of a state: `step-000040`, or `step-000040.1`, `.2` and so on if that is taken. Ordered by time.
@@ -163,13 +164,13 @@ struct StateName {
 };
 
 /// Locks a directory of states for one writer, until destruction or the end of the process. A child of `fork` shares
-/// the lock: it does not unlock it, and does not keep it either when this process does.
+/// the lock: it cannot unlock it, and does not keep it after this process has.
 class StateLock : Descriptor {
  public:
   explicit StateLock(const std::filesystem::path& directory);
   ~StateLock();
 
-  /// Returns false in a child of the process that has locked it.
+  /// Returns false in a child of the process that locked it.
   bool is_own() const;
 
  private:
@@ -195,7 +196,7 @@ class UnfinishedState {
 };
 
 /// A directory of states. Each is a folder that appears atomically and never changes, even if the process is killed or
-/// the power fails: all that `finished` lists is complete. One writer at a time. Other names are never touched.
+/// the power fails: every state that `finished` lists is complete. One writer at a time. Never changes other names.
 class StateDirectory {
  public:
   struct State : StateName {
@@ -204,7 +205,7 @@ class StateDirectory {
 
   explicit StateDirectory(std::filesystem::path path) : path_(std::move(path)) {}
 
-  /// The complete states, oldest first.
+  /// Returns the complete states, oldest first.
   std::vector<State> finished() const;
 
   /// Begins to write a state, whose files the caller creates and syncs.
@@ -217,7 +218,7 @@ class StateDirectory {
   /// Removes all states except the `count` newest and `others`.
   void keep_last(std::int64_t count, const std::vector<std::filesystem::path>& others = {});
 
-  /// Removes folders that a killed process left half written or half removed. The other writing methods do so too.
+  /// Removes folders that a killed process left half written or half removed. Other functions that write do so, too.
   void sweep() const;
 
  private:

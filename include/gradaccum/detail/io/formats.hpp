@@ -65,7 +65,8 @@ class ListedFile {
  public:
   ListedFile(const std::filesystem::path& path, const Manifest::File& listed);
 
-  /// Reads the bytes from `offset` on. Returns the CRC-32 of what `crc` is the checksum of, and these. Thread-safe.
+  /// Reads bytes from `offset` on. Returns their CRC-32, continued from `crc`, the checksum of earlier bytes.
+  /// Thread-safe.
   std::uint32_t read(std::uint64_t offset, std::span<std::byte> bytes, std::uint32_t crc = 0) const;
   /// Checks the CRC-32 of the whole file.
   void check(std::uint32_t crc) const;
@@ -88,16 +89,16 @@ void check_files(const std::filesystem::path& folder, const Manifest& manifest);
 inline constexpr const char* weights_name = "model.safetensors";
 inline constexpr const char* weights_index_name = "model.safetensors.index.json";
 
-/// The file that holds each tensor, by the tensor's name.
+/// Maps each tensor's name to its file.
 using WeightMap = std::map<std::string, std::string>;
 
 /// Reads an untrusted index. Throws `std::runtime_error`; messages begin with `what`, for example a path.
 WeightMap read_weights_index(std::string_view text, const std::string& what);
 
-/// The text of an index, like Python's `json.dumps` with sorted keys and an indent of 2.
+/// Returns the text of an index, like Python's `json.dumps` with sorted keys and an indent of 2.
 std::string text_of_index(const WeightMap& files, std::uint64_t total_parameters, std::uint64_t total_size);
 
-/// A name quoted as in JSON, shortened to fit one line of a message.
+/// Returns a name quoted as in JSON, shortened to fit one line of a message.
 std::string in_quotes(std::string_view name);
 
 /// The safetensors format: the header's size in 8 bytes, little-endian; a JSON header; the tensors without gaps.
@@ -122,7 +123,7 @@ inline constexpr std::array<std::pair<std::string_view, unsigned>, 22> safetenso
      {"F8_E4M3FNUZ", 8}, {"F8_E8M0", 8}, {"F8_E4M3", 8}, {"F8_E5M2", 8}, {"I8", 8},   {"U8", 8},
      {"F6_E3M2", 6},     {"F6_E2M3", 6}, {"F4", 4},      {"BOOL", 8}}};
 
-/// The index of a dtype in `safetensors_dtype_bits`; the table's size if it is unknown.
+/// Returns the index of a dtype in `safetensors_dtype_bits`; the table's size if it is unknown.
 std::size_t safetensors_dtype_rank(std::string_view dtype);
 
 /// Reads the size of the header from the first 8 bytes of an untrusted file of `file_size` bytes. Throws
@@ -135,8 +136,8 @@ SafetensorsHeader parse_safetensors_header(std::string_view text, std::uint64_t 
 /// Reads the header of an untrusted file.
 SafetensorsHeader read_safetensors_header(std::string_view file, const std::string& what);
 
-/// Sorts the tensors, whose sizes are `end - begin`, and assigns their offsets. Returns the file up to its data, byte
-/// for byte what Python's safetensors writes. Throws what reading the header would throw.
+/// Sorts the tensors, whose sizes are `end - begin`, and assigns their offsets. Returns the file up to its data, with
+/// the same bytes as Python's safetensors. Throws the errors that reading the header would throw.
 std::string lay_out_safetensors(std::vector<NamedSafetensorsEntry>& tensors,
                                 const std::map<std::string, std::string>& metadata, const std::string& what);
 

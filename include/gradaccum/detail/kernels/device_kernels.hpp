@@ -11,12 +11,12 @@
 
 namespace gradaccum::detail {
 
-/// The kernels for CUDA devices: those of `gradaccum::compiled` if CMake found a CUDA compiler, else nullptr.
+/// Returns the kernels for CUDA devices, which `gradaccum::compiled` has if CMake found a CUDA compiler, else nullptr.
 const DeviceKernels* device_kernels();
 /// Replaces the kernels, or removes them (nullptr).
 void set_device_kernels(const DeviceKernels* kernels);
 
-/// The device's current stream, on which kernels are launched.
+/// Returns the device's current stream, on which kernels are launched.
 void* native_stream(c10::Device device);
 
 /// Device memory that one stream reuses.
@@ -30,11 +30,11 @@ class StreamMemory {
   void* stream_ = nullptr;
 };
 
-/// Returns true if a kernel of our own accepts the tensor.
+/// Returns true if one of this library's kernels accepts the tensor.
 bool can_be_normed_on_device(const at::Tensor& tensor);
 
-/// The L2 norms, in float64, of tensors on one device, each of which `can_be_normed_on_device`. The bits of a norm
-/// depend only on its tensor. Does not synchronize. The result lies in `memory`.
+/// Computes the L2 norms, in float64, of tensors on one device, each of which `can_be_normed_on_device`. The bits of a
+/// norm depend only on its tensor. Does not synchronize. The result is stored in `memory`.
 at::Tensor l2_norms_on_device(const std::vector<at::Tensor>& tensors, StreamMemory& memory);
 
 /// Computes a WindowNorm, as three float64 numbers of which its parts are views. Does not synchronize.

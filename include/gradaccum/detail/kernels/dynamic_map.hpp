@@ -6,9 +6,9 @@
 
 namespace gradaccum::detail {
 
-/// The 256 numbers of an 8-bit code, from -1 or 0 to 1: dynamic quantisation (Dettmers et al., 2021), equal to the map
-/// of bitsandbytes to 1 part in 30,000. There are seven decades. A decade of larger numbers has more of them, evenly
-/// spaced.
+/// The 256 numbers of an 8-bit code, from -1 or 0 to 1, by dynamic quantisation (Dettmers et al., 2021). They equal the
+/// map of bitsandbytes to 1 part in 30,000. There are seven decades of evenly spaced numbers; larger numbers have
+/// denser decades.
 ///
 /// Counted by `k`, each decade begins at a power of two. Signed map: code 127 + k is the k-th number above 0, and code
 /// 127 - k its negative; -1 has no code. Unsigned map: code k - 1 is the k-th number, the first of which is 0.
@@ -20,9 +20,9 @@ struct DynamicTables {
 
   /// Decoding: the number is `base + slope * k`. Indexed by the low four bits of the biased exponent of k as float32.
   Table base{}, slope{};
-  /// Encoding, indexed by the decade, counted from 0; 0 and 1 are decades of their own. Numbers above `edge` belong to
-  /// the next decade. Codes (k for the signed map) range from `first` to `last`. `scale * x + offset` is less than one
-  /// half away from the code; numbers above `middle + spread * code` are nearer to the next code.
+  /// Encoding, indexed by the decade, counted from 0; the numbers 0 and 1 form separate decades. Numbers above `edge`
+  /// belong to the next decade. Codes (k for the signed map) range from `first` to `last`. `scale * x + offset` is less
+  /// than one half away from the code; numbers above `middle + spread * code` are nearer to the next code.
   Table edge{}, first{}, last{}, scale{}, offset{}, middle{}, spread{};
 };
 
@@ -41,8 +41,8 @@ struct DynamicMap : DynamicTables {
 };
 
 const DynamicMap& signed_map();
-/// The unsigned map. No positive value rounds to 0, since steps are divided by the roots of second moments: they would
-/// be up to 30 times too large until it has grown again.
+/// Returns the unsigned map. No positive value rounds to 0, since steps are divided by the roots of second moments:
+/// they would be up to 30 times too large until the moment has grown again.
 const DynamicMap& second_moment_map();
 
 }  // namespace gradaccum::detail

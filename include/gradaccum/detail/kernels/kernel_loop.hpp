@@ -69,11 +69,11 @@ class ElementLoop {
 
 enum class InstructionSet { portable, avx2, avx512 };
 
-/// The best instruction set of this processor according to LibTorch, so ATEN_CPU_CAPABILITY=avx2 or =default limits it.
+/// Returns the best instruction set according to LibTorch, which ATEN_CPU_CAPABILITY=avx2 or =default limits.
 InstructionSet instruction_set();
 
-/// Moves elements [from, from + count) of a parameter. 8-bit moments: `from` is a multiple of the block size, and so is
-/// `count` except at the end of an array.
+/// Updates elements [from, from + count) of a parameter. With 8-bit moments `from` is a multiple of the block size, and
+/// so is `count` except at the end of an array.
 template <class Operand>
 using Kernel = void(const Operand&, std::int64_t from, std::int64_t count);
 
@@ -88,7 +88,7 @@ struct AdafactorKernels {
 
 using SumOfSquares = double (*)(const void* numbers, std::int64_t count);
 
-/// Returns what there is for two dtypes. `rounded`: rounds bfloat16 parameters stochastically.
+/// Returns the kernel for two dtypes. `rounded`: rounds bfloat16 parameters stochastically.
 template <class Result>
 using ForTypes = Result (*)(at::ScalarType parameter, at::ScalarType gradient, bool rounded);
 
@@ -101,7 +101,7 @@ struct Kernels {
   ForTypes<AdafactorKernels> adafactor;
 };
 
-/// Returns one kernel, `kernel_of<&Kernels::adam>()`. A program has the code of those kernels alone that it names.
+/// Returns one kernel: `kernel_of<&Kernels::adam>()`. A program contains only the kernels that it names.
 template <auto kernel>
 std::remove_cvref_t<decltype(std::declval<Kernels>().*kernel)> kernel_of(InstructionSet set = instruction_set());
 
@@ -112,7 +112,7 @@ AdafactorKernels narrow_adafactor_kernels(at::ScalarType parameter, at::ScalarTy
 template <class Operand>
 class KernelLoop {
  public:
-  /// Kernels get a multiple of `alignment` elements, except at the end of an array.
+  /// Constructs a loop whose kernels get a multiple of `alignment` elements, except at the end of an array.
   explicit KernelLoop(std::size_t size, std::int64_t alignment = ElementLoop::cache_line)
       : alignment_(alignment), loop_(alignment) {
     steps_.reserve(size);
@@ -161,7 +161,7 @@ class KernelLoop {
 
 bool can_be_summed_here(const at::Tensor& tensor);
 
-/// All elements of a tensor in any order; or the given rows of a table, in ascending order, whose other rows are zero.
+/// All elements of a tensor in any order; or some rows of a table, in ascending order, whose other rows are zero.
 struct SquaredNumbers {
   at::Tensor values;
   at::Tensor rows = {};  ///< int64; undefined: `values` is the whole tensor

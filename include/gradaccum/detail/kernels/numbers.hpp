@@ -7,8 +7,8 @@
 
 #include <gradaccum/detail/kernels/on_device.hpp>
 
-/// The settings of an optimizer for one step, and the numbers that its kernels need. The host computes these for CPU
-/// kernels; a device computes its own, as only it may know the multiplier and the step count.
+/// The settings of an optimizer for one step, and the numbers that its kernels need. The host computes the numbers for
+/// CPU kernels; a device computes them itself, since only it may know the multiplier and the step count.
 namespace gradaccum::detail {
 
 struct SgdSettings {
@@ -77,7 +77,7 @@ struct AdafactorSettings {
   bool operator==(const AdafactorSettings&) const = default;
 };
 
-/// Sets what depends on the step count.
+/// Sets the members that depend on the step count.
 GRADACCUM_ON_DEVICE inline AdafactorSettings at_step(AdafactorSettings by, double step) {
   const double most = by.warmup_init ? 1e-6 * step : by.lr, relative = 1 / std::sqrt(step);
   by.step = step;
@@ -106,7 +106,7 @@ GRADACCUM_ON_DEVICE inline AdafactorNumbers numbers_of(const AdafactorSettings& 
           .largest_scale = by.pytorch ? 1 / by.eps1 : std::numeric_limits<double>::infinity()};
 }
 
-/// Sums over a tensor: its number of elements, the squares of the parameter, and those of its update before scaling.
+/// Sums over a tensor: its elements, the squares of the parameter, and the squares of its update before scaling.
 struct AdafactorSums {
   double elements, parameter_squares, update_squares;
 };

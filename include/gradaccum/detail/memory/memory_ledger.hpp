@@ -31,7 +31,7 @@
 namespace gradaccum::detail {
 
 /// The sizes of memory blocks by address: a hash table with open addressing, for a look-up at every allocation.
-/// (`std::unordered_map` allocates a node for each, which made an allocation half as expensive again.)
+/// (`std::unordered_map` allocates a node per block, which made allocations 1.5 times as expensive.)
 class BlockTable {
  public:
   /// Stores a block's size, > 0; 0 removes the block. Returns the size that was stored before, or 0.
@@ -54,7 +54,7 @@ class BlockTable {
     std::int64_t bytes = 0;
   };
 
-  /// Takes the upper bits of a product, which depend on all bits of its factors.
+  /// Returns the upper bits of a product, which depend on all bits of its factors.
   std::size_t home(const void* block) const {
     return static_cast<std::size_t>((reinterpret_cast<std::uintptr_t>(block) * 0x9E3779B97F4A7C15u) >> shift_);
   }
@@ -65,7 +65,7 @@ class BlockTable {
     while (slots_[slot].block && slots_[slot].block != block) slot = next(slot);
     return slot;
   }
-  /// Moves the blocks behind the gap up, unless that would put them before their home.
+  /// Moves the following blocks into the gap, unless that would put them before their home slot.
   void erase(std::size_t gap) {
     --count_;
     for (auto slot = next(gap); slots_[slot].block; slot = next(slot)) {
@@ -101,7 +101,7 @@ class MemoryLedger : public c10::MemoryReportingInfoBase, public std::enable_sha
 
   /// Returns true if a ledger can start on this thread: LibTorch's profilers use the same slot, and none is active.
   static bool possible();
-  /// The ledger that receives this thread's allocations, if any. `impossible`: the error if none can.
+  /// Returns the ledger that receives this thread's allocations, if any. `impossible`: the error if none can.
   static std::shared_ptr<MemoryLedger> innermost(const char* impossible);
 
   GRADACCUM_INLINE void reportMemoryUsage(void* block, std::int64_t bytes, std::size_t allocated, std::size_t reserved,
@@ -134,7 +134,7 @@ class MemoryLedger : public c10::MemoryReportingInfoBase, public std::enable_sha
   std::vector<std::pair<c10::Device, Account>> by_device_;  // few: faster than a map
 };
 
-/// Records the allocations of a scope, so that some of them can be excluded from the sums later.
+/// Records the allocations of a scope, so that single ones can be excluded from the sums later.
 class AllocationLog final : public MemoryLedger {
  public:
   using MemoryLedger::MemoryLedger;
@@ -142,13 +142,13 @@ class AllocationLog final : public MemoryLedger {
   GRADACCUM_INLINE void reportMemoryUsage(void* block, std::int64_t bytes, std::size_t allocated, std::size_t reserved,
                                           c10::Device device) override;
 
-  /// Returns whether the memory of a live tensor was allocated in this scope.
+  /// Returns true if the memory of a live tensor was allocated in this scope.
   bool has(const at::Tensor& tensor) const {
     const std::lock_guard lock(mutex_);
     return live_.contains(tensor.storage().data());
   }
 
-  /// The current position in the log.
+  /// Returns the current position in the log.
   std::size_t now() const {
     const std::lock_guard lock(mutex_);
     return entries_.size();
@@ -160,7 +160,7 @@ class AllocationLog final : public MemoryLedger {
   struct Bytes {
     std::int64_t live = 0, peak = 0;
   };
-  /// The bytes live at `to`, and the most live at any time since `from`.
+  /// Returns the bytes live at `to`, and the maximum of live bytes since `from`.
   Bytes between(std::size_t from, std::size_t to) const;
 
  private:
@@ -171,11 +171,11 @@ class AllocationLog final : public MemoryLedger {
 
   mutable std::mutex mutex_;
   std::vector<Entry> entries_;
-  std::unordered_map<const void*, std::size_t> live_;  // indices of their allocations
+  std::unordered_map<const void*, std::size_t> live_;  // allocation index by live block
   std::vector<std::size_t> excluded_;
 };
 
-/// Logs the allocations of a scope, and passes them on to an enclosing ledger.
+/// Logs the allocations of a scope, and forwards them to an enclosing ledger.
 class [[nodiscard]] AllocationScope {
  public:
   /// `impossible` is the error message inside LibTorch's profiler.
@@ -190,19 +190,19 @@ class [[nodiscard]] AllocationScope {
   c10::DebugInfoGuard guard_;
 };
 
-/// Copies a host tensor to a device. To CUDA it goes from pinned memory, so that the host does not wait.
+/// Copies a host tensor to a device, to CUDA from pinned memory, so that the host does not wait.
 at::Tensor copied_to(at::Device device, const at::Tensor& of_host);
 
 /// Returns the bytes in use, if known: on a GPU by all processes, from its driver; on the CPU by this one, from Linux.
 std::optional<std::int64_t> occupied_memory(c10::Device device);
 
-/// Limits queries, which take long, to two a second: true if the `last` was long enough ago, or never.
+/// Returns true if at least half a second has passed since the `last` query, or if there was none: queries take long.
 bool is_time_to_ask(std::optional<std::chrono::steady_clock::time_point> last);
 
 /// Calls `use` with the storage of a tensor: twice for a sparse one, never for one without memory.
 void for_each_storage(const at::Tensor& tensor, c10::function_ref<void(const c10::Storage&)> use);
 
-/// A count of tensors' memory, each storage once. Does not keep the memory.
+/// Counts tensors' memory, each storage once, without keeping the memory.
 class StorageCount {
  public:
   /// Returns the bytes of this tensor that have not been counted yet.
@@ -224,7 +224,7 @@ struct AddressRange {
   std::size_t bytes = 0;
 };
 
-/// Unused ranges of the address space. Neighbours are merged.
+/// Unused ranges of the address space. Adjacent ranges are merged.
 class FreeRanges {
  public:
   void add(AddressRange range) {
@@ -242,7 +242,8 @@ class FreeRanges {
     by_address_.emplace(range.address, range.bytes);
   }
 
-  /// Takes `bytes` from the smallest range that has them, of some hundreds at most: filling a block takes longer.
+  /// Takes `bytes` from the smallest range that is large enough. There are at most some hundreds of ranges, so that the
+  /// search takes less time than filling the block.
   std::optional<AddressRange> take(std::size_t bytes) {
     auto best = by_address_.end();
     for (auto range = by_address_.begin(); range != by_address_.end(); ++range)
@@ -273,9 +274,9 @@ class FreeRanges {
   std::size_t bytes_ = 0;
 };
 
-/// An allocator of large blocks, in whole pages. Freed memory is kept, warm, for the next block, up to a total of a
-/// tenth above the most that blocks have ever used at once; beyond that the kernel gets pages back. So gaps between
-/// blocks cost no memory, whatever the order of allocations. Thread safe.
+/// An allocator of large blocks, in whole pages. Freed pages are kept for the next block, up to a total of 1.1 times
+/// the peak of used bytes; pages beyond that are returned to the kernel. So gaps between blocks take no memory, in any
+/// order of allocations. Thread-safe.
 class PageAllocator {
  public:
   /// Returns nullptr if memory is short, or on other systems than Linux.
@@ -292,7 +293,7 @@ class PageAllocator {
     warm_.add({reinterpret_cast<std::uintptr_t>(block), node.mapped()});
   }
 
-  /// The bytes of blocks; `resident_bytes()` includes those that are kept for later ones.
+  /// Returns the bytes of blocks; `resident_bytes()` includes kept pages.
   std::size_t used_bytes() const {
     const std::lock_guard lock(mutex_);
     return used_;
@@ -308,14 +309,15 @@ class PageAllocator {
 
   mutable std::mutex mutex_;
   std::unordered_map<const void*, std::size_t> blocks_;
-  FreeRanges warm_, cold_;  // with pages in memory, and without
+  FreeRanges warm_, cold_;  // free ranges with pages in memory, and without
   std::size_t used_ = 0, most_used_ = 0;
 };
 
 /// Reads the first 64 KiB of a file of /proc or /sys, which do not report a size. Empty if it cannot be read.
 std::string text_of_system_file(const std::filesystem::path& path);
 
-/// The bytes after `name:` or `name ` in lines as of /proc/meminfo or memory.stat, whose unit may be kB, if there.
+/// Returns the bytes after `name:` or `name ` in the format of /proc/meminfo or memory.stat, whose unit may be kB;
+/// nullopt if the name is missing.
 std::optional<std::int64_t> bytes_after(const std::string& name, const std::string& lines);
 
 /// Returns the folders that may limit a process by this controller (`cpu`, `memory`), relative to the mount of control

@@ -32,7 +32,7 @@ std::function<void()> prepare_state_of(torch::optim::Optimizer& optimizer, const
 
 namespace gradaccum::optim {
 
-/// The functions that all optimizers of this library have beside those of `torch::optim::Optimizer`.
+/// The functions that this library's optimizers add to `torch::optim::Optimizer`.
 ///
 ///     ga::optim::AdamW adamw(model->parameters(), ga::optim::AdamWOptions(1e-3));
 ///     adamw.stochastic_rounding(1);
@@ -40,35 +40,35 @@ namespace gradaccum::optim {
 ///     adamw.step(ga::Gradients(model->parameters()));
 class OnePass : public TakesGradients {
  public:
-  /// Steps by a window's gradients, and applies their factor in the same pass.
+  /// Steps with a window's gradients, and applies their factor in the same pass.
   GRADACCUM_INLINE void step(Gradients gradients) override;
   /// Returns true if all parameters are on devices, and the host has not judged the gradients.
   GRADACCUM_INLINE bool judges_on_device(const Gradients& gradients) const override;
 
-  /// Rounds bfloat16 parameters, no others, up or down at random from now on, so that the mean of many steps is exact;
-  /// rounding to nearest would lose all small steps. A seed gives the same bits for any number of threads.
+  /// Rounds bfloat16 parameters up or down at random from the next step on, so that the mean of many steps is exact;
+  /// rounding to nearest would lose small steps. Results depend on the seed, but not on the number of threads.
   void stochastic_rounding(std::uint64_t seed) { rounding_seed_ = seed; }
 
-  /// The state by the parameters' names, `exp_avg.0.weight`, for any file format. The tensors are the optimizer's own,
-  /// or dense copies if it keeps rows.
+  /// Returns the state by the parameters' names, as in `exp_avg.0.weight`, for any file format. The tensors are the
+  /// optimizer's own, or dense copies if it keeps rows.
   virtual std::map<std::string, at::Tensor> named_state(
       const torch::OrderedDict<std::string, at::Tensor>& parameters) const = 0;
 
-  /// Replaces the state by what `named_state` returned, in this program or another; tensors are copied. Parameters
-  /// without an entry begin afresh. An unknown name, or another shape, is an error that changes nothing.
+  /// Replaces the state by a copy of a result of `named_state`. Parameters without an entry lose their state. Throws
+  /// for an unknown name or another shape, and has changed nothing then.
   void load_named_state(const torch::OrderedDict<std::string, at::Tensor>& parameters,
                         std::map<std::string, at::Tensor> state) {
     take_named_state(parameters, std::move(state), /*lenient=*/false)();
   }
 
  protected:
-  /// Checks and copies a result of `named_state`. Returns a function that installs it. Virtual, as `named_state` is: a
-  /// program with other optimizers alone archives them without our definitions.
+  /// Checks and copies a result of `named_state`. Returns a function that installs it. Both are virtual, so that
+  /// programs with other optimizers only can archive them without this library's definitions.
   virtual std::function<void()> take_named_state(const detail::NamedParameters& parameters, detail::NamedTensors state,
                                                  bool lenient) = 0;
   /// Steps with the parameters' own gradients.
   at::Tensor step_after(const torch::optim::Optimizer::LossClosure& closure);
-  /// Runs steps that have all been checked, after those that `plan` has already.
+  /// Runs steps that have been checked, after the steps that `plan` already has.
   template <class... Step>
   void run_steps(detail::StepPlan plan, const detail::Multiplier& multiplier, std::vector<Step>&... steps);
   bool rounds_any() const { return rounding_seed_.has_value(); }
@@ -77,7 +77,7 @@ class OnePass : public TakesGradients {
   void sync_step_count() const;
   void set_rounded_steps(std::vector<std::int64_t> steps);
 
-  std::vector<std::int64_t> rounded_steps_;  // of each parameter; counts random numbers
+  std::vector<std::int64_t> rounded_steps_;  // steps with random numbers, per parameter
 
  private:
   friend std::function<void()> detail::prepare_state_of(torch::optim::Optimizer& optimizer,
@@ -98,13 +98,13 @@ class OnePass : public TakesGradients {
   void set_rounding_keys(std::vector<Step>& steps, std::vector<std::int64_t>& rounded_steps) const;
 
   std::vector<const void*> distinct_;                     // the parameters, which were checked to be distinct
-  std::unordered_map<const void*, std::size_t> indices_;  // each one's index, counted across the groups
+  std::unordered_map<const void*, std::size_t> indices_;  // each parameter's index, counted across the groups
   std::optional<std::uint64_t> rounding_seed_;            // set by the program, and not a part of the state
-  mutable at::Tensor skipped_steps_;                      // the number of skipped steps, known on the device alone
+  mutable at::Tensor skipped_steps_;                      // the number of skipped steps, known on the device only
   mutable std::vector<at::Tensor> concerned_;             // the parameters of those steps
 };
 
-/// LibTorch's optimizer `Base`, but for the step: `Derived` has a `name`, and overrides `move`.
+/// LibTorch's optimizer `Base` with another step: `Derived` has a `name`, and overrides `move`.
 template <class Derived, class Base, class State>
 class OnePassOptimizer : public Base, public OnePass {
  public:
@@ -123,7 +123,7 @@ class OnePassOptimizer : public Base, public OnePass {
     return OnePass::named_state(parameters);
   }
 
-  /// LibTorch's state. Through a `torch::optim::Optimizer&` its counts may include steps that a device has skipped.
+  /// Returns LibTorch's state. Through a `torch::optim::Optimizer&` its counts may include steps that a device skipped.
   auto& state() { return sync_step_count(), Base::state(); }
   const auto& state() const { return sync_step_count(), Base::state(); }
 
@@ -135,12 +135,12 @@ class OnePassOptimizer : public Base, public OnePass {
     const auto known = this->state_.find(parameter.unsafeGetTensorImpl());
     return known == this->state_.end() ? nullptr : static_cast<const State*>(known->second.get());
   }
-  /// Calls `prepare(options, parameter, gradient, state)` for each parameter that has a gradient. Returns the states,
-  /// copies that `prepare` changes; they become the optimizer's by `set_states`, once the steps were run.
+  /// Calls `prepare(options, parameter, gradient, state)` for each parameter that has a gradient. `prepare` changes
+  /// copies of the states, which are returned for `set_states` after the steps.
   template <class Options, class Prepare>
   States states_after(const detail::GradientOf& gradient_of, const Prepare& prepare);
   void set_states(States states);
-  /// The step of Adam or AdamW.
+  /// Runs the step of Adam or AdamW.
   template <class Options>
   void move_as_adam(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier);
 
@@ -178,8 +178,8 @@ class OwnGroups : public torch::optim::Optimizer {
   explicit OwnGroups(std::vector<at::Tensor> parameters, Options defaults = {})
       : OwnGroups({torch::optim::OptimizerParamGroup(std::move(parameters))}, std::move(defaults)) {}
 
-  /// Adds a group. As in LibTorch's optimizers, an option of its class's default value counts as not given, and takes
-  /// that of the optimizer.
+  /// Adds a group. As in LibTorch's optimizers, an option with its class's default value counts as not given, and takes
+  /// the optimizer's value.
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
   void save(torch::serialize::OutputArchive& archive) const override;
@@ -212,12 +212,12 @@ class Adam8bitOptimizer : public OwnOptimizer<Derived, Options, Adam8bitParamSta
 
   static void check(const Options& options);
 
-  /// Keeps the moments of these parameters, an embedding's and a head's say, in 32 bits; all before their first step.
+  /// Keeps the moments of these parameters, for example of an embedding, in 32 bits. Call it before their first step.
   void keep_in_32_bits(const std::vector<at::Tensor>& parameters);
 
  private:
   void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
-  /// True for a parameter that `keep_in_32_bits` has named, and for a piece of it that a process has of a divided one.
+  /// Returns true for a parameter that was passed to `keep_in_32_bits`, and for a rank's piece of it if it is sharded.
   bool keeps_in_32_bits(const at::Tensor& parameter) const;
 
   std::vector<at::Tensor> in_32_bits_;  // set by the program, and not a part of the state

@@ -19,7 +19,7 @@
 
 namespace gradaccum::detail {
 
-/// Access to an optimizer's states as named tensors, for LibTorch's classes and our own.
+/// Access to an optimizer's states as named tensors, for LibTorch's classes and this library's.
 
 /// Returns an empty state of the class that LibTorch's `optimizer` uses; nullptr if that class is unknown.
 std::unique_ptr<torch::optim::OptimizerParamState> new_state_of(const torch::optim::Optimizer& optimizer);
@@ -50,14 +50,14 @@ at::Tensor dense_of(const at::Tensor& moments, std::int64_t zero = 0);
 /// Throws if the optimizer's state cannot be saved, or if one of its parameters has no name.
 void check_has_named_state(torch::optim::Optimizer& optimizer, const NamedParameters& parameters);
 
-/// Saves or loads the state of LibTorch's and our own optimizers by parameter name, and the options of their groups.
-/// With `shards`, saves only this process's pieces. Loads a state that was saved whole or in pieces.
+/// Saves or loads the state of LibTorch's and this library's optimizers by parameter name, and the options of their
+/// groups. With `shards`, saves only this rank's pieces. Loads a state that was saved whole or in pieces.
 void archive_optimizer(Archive& archive, torch::optim::Optimizer& optimizer, const NamedParameters& parameters,
                        Shards* shards = nullptr);
 
-/// Returns the options of all groups by name, group0.lr; none of a class whose options nobody can save.
+/// Returns the options of all groups by name, such as group0.lr; empty for classes whose options cannot be saved.
 Archive::Values options_of(torch::optim::Optimizer& optimizer);
-/// Sets the options that options_of() returned, some of them changed.
+/// Sets options with the names that options_of() returns.
 void set_options(torch::optim::Optimizer& optimizer, Archive::Values options);
 
 }  // namespace gradaccum::detail

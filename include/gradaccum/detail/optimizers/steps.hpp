@@ -24,11 +24,11 @@
 #include <utility>
 #include <vector>
 
-/// The steps of our optimizers. A step of a parameter has the tensors that it reads and writes, and is taken
+/// The steps of this library's optimizers. A step has the tensors that it reads and writes, and runs
 ///
-/// - on the CPU by `step_on_cpu`: SIMD kernels in one parallel loop; a sparse gradient there steps its own rows alone;
-/// - on a device by `plan_steps`, which chooses for each parameter between our own kernels (`add_kernel_steps`) and
-///   ATen's operations (`plan_aten_steps`), and adds to a `StepPlan`.
+/// - on the CPU by `step_on_cpu`: SIMD kernels in one parallel loop; a sparse gradient steps only its own rows;
+/// - on a device by `plan_steps`, which adds to a `StepPlan`, per parameter, the library's kernels (`add_kernel_steps`)
+///   or ATen's operations (`plan_aten_steps`).
 namespace gradaccum::detail {
 
 /// The rows of a table that one step by a sparse gradient reads: steps.ipp.
@@ -45,7 +45,7 @@ struct AdamStep {
   static auto kernel(const DeviceKernels& kernels) { return kernels.adam; }
   static constexpr auto cpu_kernel = &Kernels::adam;
   const AdamSettings& kernel_settings() const { return settings; }
-  /// The tensors of the state in the order of a device's operand, and their places in a processor's.
+  /// Returns the tensors of the state in the order of a device's operand; `state_of` returns their pointers in a CPU's.
   std::array<const at::Tensor*, 3> state() const {
     return {&exp_avg, &exp_avg_sq, settings.amsgrad ? &max_exp_avg_sq : nullptr};
   }
@@ -103,14 +103,15 @@ struct AdafactorStep {
 /// Returns the codes' values in float32. Works on any device.
 at::Tensor decoded(const Codes& moments, bool is_signed);
 
-/// Returns the nearest codes of a plain float32 tensor, in a tie the smaller (in kernels: nearer to 0). On any device.
+/// Returns the nearest codes of a plain float32 tensor, in a tie the smaller one (in kernels: the one nearer to 0).
+/// Works on any device.
 Codes encoded(const at::Tensor& numbers, bool is_signed);
 
 /// Returns the moments in the parameter's element order; zeros if there are none. Throws if loaded moments do not fit.
 Codes checked_state(const Codes& moments, const at::Tensor& parameter, bool is_signed, const char* name);
 
-/// Each prepares a step that has the state so far, whose tensors may be undefined. A sparse gradient steps only rows if
-/// that is possible; with 8-bit moments, if rows are whole blocks.
+/// Prepares a step that has the current state, whose tensors may be undefined. A sparse gradient steps only its rows if
+/// possible; with 8-bit moments, only if rows are whole blocks.
 AdamStep prepared(AdamStep step, const Multiplier& multiplier);
 SgdStep prepared(SgdStep step, const Multiplier& multiplier);
 Adam8bitStep prepared(Adam8bitStep step, const Multiplier& multiplier);
@@ -119,13 +120,13 @@ Adam8bitStep prepared(Adam8bitStep step, const Multiplier& multiplier);
 template <class Step>
 at::Tensor state_tensor(const Step& step, const at::Tensor& moments);
 
-/// Runs the steps of parameters on the CPU in one parallel loop that reads and writes each element once (Adafactor's: a
-/// few); in groups, if many parameters have to be copied first. Leaves out steps on devices.
+/// Runs the steps of parameters on the CPU in one parallel loop that reads and writes each element once (Adafactor a
+/// few times), or in several loops if many parameters must be copied first. Leaves out steps on devices.
 template <class Step>
 void step_on_cpu(const std::vector<Step>& steps, double multiplier);
 void step_on_cpu(const std::vector<AdafactorStep>& steps, double multiplier);
 
-/// Returns the factor as a number of the host, which may have to synchronize.
+/// Returns the factor as a number on the host. Synchronizes if a device knows a part of it.
 double host_number(const Multiplier& multiplier);
 
 /// Memory of one device that the parts of a step use in turn. Before `allocate()`, `tensor` only counts the bytes.
@@ -135,7 +136,7 @@ class Scratch {
 
   /// Returns uninitialised memory; undefined before `allocate()`.
   at::Tensor tensor(std::int64_t elements, at::ScalarType dtype) {
-    constexpr std::int64_t alignment = 256;  // for operations that read several elements at once
+    constexpr std::int64_t alignment = 256;  // for operations with vector accesses
     const auto bytes = elements * static_cast<std::int64_t>(at::elementSize(dtype)), from = used_;
     used_ += (bytes + alignment - 1) / alignment * alignment;
     most_ = std::max(most_, used_);
@@ -171,7 +172,7 @@ class StepPlan {
   void add(at::Device device, std::unique_ptr<DeviceStep> step) {
     steps_.emplace_back(&scratch_.try_emplace(device, device).first->second, std::move(step));
   }
-  /// Adds a part that needs no device memory. It runs after those that do.
+  /// Adds a part that needs no device memory. It runs after all parts with device memory.
   void add(std::function<void()> step) { without_scratch_.push_back(std::move(step)); }
 
   void allocate() {
@@ -196,13 +197,13 @@ class StepPlan {
   std::unordered_map<at::Device, Scratch> scratch_;
 };
 
-/// Returns a bool, true if the step is skipped; undefined if the device never skips it.
+/// Returns a bool tensor that is true if the step is skipped; undefined if the device never skips it.
 at::Tensor is_skipped_on(at::Device device, const Multiplier& multiplier);
 
 /// Rounds float32 numbers stochastically to adjacent bfloat16 values. `random_bits` (int32) and `is_nan` are scratch.
 void round_stochastically_(const at::Tensor& numbers, std::uint64_t key, at::Tensor random_bits, at::Tensor is_nan);
 
-/// Adds steps: by our own kernels where these support the dtypes, else by ATen. Does not synchronize.
+/// Adds steps by this library's kernels if they support the dtypes, else by ATen. Does not synchronize.
 template <class Step>
 void plan_steps(StepPlan& plan, const std::vector<Step>& steps, const Multiplier& multiplier);
 

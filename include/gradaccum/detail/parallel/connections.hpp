@@ -28,20 +28,20 @@ namespace gradaccum::detail {
 
 class NcclConnection;
 
-/// The most ranks of a group. Each keeps some kilobytes for each other.
+/// The maximum number of ranks of a group. Each rank keeps some kilobytes per other rank.
 inline constexpr int most_ranks = 65536;
-/// The time that a process waits for others to start without a word.
+/// The time that a process waits for others to start before it warns.
 inline constexpr std::chrono::milliseconds longest_silence{10000};
 
 /// Detects processes that have ended. A thread of each increments a counter in the store several times a second.
 ///
-/// Gloo reports a closed connection only to the neighbours in a ring, and not which process has ended. The first to
-/// notice finds the counter that has stopped, and writes the failure to the store for all. Gloo does not report a lost
-/// link or a suspended process at all: so once a second rank 0 checks the counters of all others, and they check its
-/// own. A waiting process also checks that the store answers its thread, which may hang.
+/// Gloo reports a closed connection only to the neighbours in a ring, and not which process has ended. The first
+/// process that receives the report finds the stopped counter, and writes the failure to the store for all. Gloo does
+/// not report a lost link or a suspended process: so once per second rank 0 checks the counters of all others, and they
+/// check rank 0's. A waiting process also checks that the store answers its thread, which may hang.
 class Heartbeat {
  public:
-  /// The time without a beat after which a process counts as dead. One on a busy machine still counts in time.
+  /// The time without a beat after which a process counts as dead, long enough for a process on a busy machine.
   static constexpr std::chrono::milliseconds dead_after{30000};
 
   /// Starts the thread, which must be the only user of `store`. `store_name` locates the store in errors.
@@ -50,14 +50,14 @@ class Heartbeat {
   Heartbeat& operator=(Heartbeat&&) = delete;
   ~Heartbeat();
 
-  /// Waits until `done()` is true or a failure is known, and returns the former. `wake` triggers a check.
+  /// Waits until `done()` is true or a failure is known. Returns the last result of `done()`. `wake` triggers a check.
   bool wait(const std::function<bool()>& done);
   /// Like wait(), but polls, and gives up after `longest`.
   bool poll(const std::function<bool()>& done, std::chrono::milliseconds longest);
-  /// Returns a function for the thread that makes `done()` true.
+  /// Returns a function that the thread which makes `done()` true must call.
   std::function<void()> wake() const;
 
-  /// True if a failure is known.
+  /// Returns true if a failure is known.
   bool failed() const;
   /// Returns the description of the failure by the process that found it first.
   std::string explain();
@@ -71,8 +71,8 @@ class Heartbeat {
   std::thread thread_;
 };
 
-/// Detects a counter that has stopped for too long. Each call adds at most a second, so that time in which the observer
-/// itself was suspended, or got no processor, does not count.
+/// Detects a counter that has stopped for too long. Each call adds at most a second, so that time in which the
+/// observing process itself was suspended, or had no processor, does not count.
 class StallDetector {
  public:
   explicit StallDetector(std::chrono::milliseconds timeout) : timeout_(timeout) {}
@@ -97,20 +97,21 @@ inline at::Tensor bytes_of_row(const at::Tensor& tensor) { return tensor.view({-
 
 /// The connections of this process to all others of its group.
 ///
-/// On each, all ranks must issue the same operations in the same order: gradients, which are sent while backward runs,
-/// use one, and agreements about windows the other. Gloo carries both, and copies device tensors through the host. If
-/// each rank's model is on its own CUDA device, gradients alone use NCCL: two NCCL communicators may deadlock.
+/// On each channel, all ranks must issue the same operations in the same order: gradients, which are sent while
+/// backward runs, use one channel, and agreements about windows the other. Both use Gloo, which copies device tensors
+/// through the host. If each rank's model is on its own CUDA device, gradients use NCCL, but agreements do not, because
+/// two NCCL communicators may deadlock.
 ///
-/// A wait for a process that has ended throws an error that names it. After an error nothing can be exchanged any more,
-/// since it is unknown what has arrived where.
+/// Waiting for a process that has ended throws an error that names it. After an error no exchange is possible, since
+/// ranks may have received different parts.
 class Connections {
  public:
   enum class Channel { gradients, agreement, devices };
   struct Exchange;  ///< an operation in flight
   using Pending = std::shared_ptr<Exchange>;
 
-  /// Connects all ranks. A loopback `host`, which is rank 0's, means one machine. Rank 0 warns if one has not started
-  /// after `patience`.
+  /// Connects all ranks. `host` is rank 0's; a loopback address means a single machine. Rank 0 warns if a rank has not
+  /// started after `patience`.
   Connections(const c10::intrusive_ptr<c10d::Store>& store, const std::string& host, const std::string& store_name,
               int rank, int world_size, std::chrono::milliseconds timeout,
               std::chrono::milliseconds patience = longest_silence);
@@ -128,10 +129,11 @@ class Connections {
   std::vector<std::string> all_gather(const std::string& text);
 
   /// Returns the channel for gradients of models on these devices (see `device_name`), by rank, and connects NCCL first
-  /// if that is used. Must be called on all ranks with equal devices.
+  /// if it is used. Must be called on all ranks with the same list.
   Channel connect_devices(const std::vector<std::string>& devices, at::Device own);
 
-  /// Starts an all-reduce in place. Tensors of this and the next three must be contiguous, and unused until `wait`.
+  /// Starts an all-reduce in place. Here and in the next three functions, tensors must be contiguous, and must not be
+  /// used until `wait`.
   Pending begin_all_reduce(Channel channel, const at::Tensor& tensor);
   Pending begin_broadcast(Channel channel, const at::Tensor& tensor, int from);
   /// Starts a reduce in place to one rank. The other ranks' tensors have undefined contents afterwards.
@@ -150,11 +152,11 @@ class Connections {
   }
 
   void check_usable() const;
-  /// Reports to the other ranks that this process failed in the middle of an exchange.
+  /// Reports to the other ranks that this rank failed during an exchange.
   void give_up(const std::string& why);
 
  private:
-  /// Waits until all ranks have come to this point, as in "to start".
+  /// Waits until all ranks have reached this point, which errors name, as in "to start".
   void meet(const std::string& point, std::chrono::milliseconds patience);
   Pending begin(Channel channel, const std::function<c10::intrusive_ptr<c10d::Work>(c10d::Backend&)>& begin) const;
   [[noreturn]] void fail(const std::string& why, const std::string& what);
@@ -162,38 +164,38 @@ class Connections {
   int rank_, world_size_;
   std::chrono::milliseconds timeout_;
   c10::intrusive_ptr<c10d::Store> store_;
-  std::unique_ptr<NcclConnection> nccl_;  // ends after the others, whose end shows other ranks that this one has ended
-  std::vector<std::string> devices_;      // those that NCCL connects, by rank
+  std::unique_ptr<NcclConnection> nccl_;  // destroyed after Gloo's, whose end informs other ranks
+  std::vector<std::string> devices_;      // the devices that NCCL connects, by rank
   c10::intrusive_ptr<c10d::Backend> gradients_, agreement_;
   Heartbeat heartbeat_;
   std::string failure_;
   const void* exchange_ = nullptr;  // the exchange whose gradients are in flight
 };
 
-/// True if each rank has a device, and no two share one, which NCCL refuses.
+/// Returns true if each rank has a device, and no two ranks share one, which NCCL rejects.
 bool each_has_its_own(const std::vector<std::string>& devices);
 
-/// Returns the machine and the CUDA device of all these tensors; "" if they are not on one, or there is no NCCL.
+/// Returns the machine and the CUDA device of all these tensors; "" if they are not on a single one, or without NCCL.
 std::string device_name(const std::vector<at::Tensor>& tensors);
 
-/// This process's rank among those that a launcher started, and their rendezvous.
+/// This process's rank among the processes of a launcher, and their rendezvous.
 struct LaunchEnvironment {
   int rank = 0, world_size = 1;
-  int local_rank = 0;  ///< -1 if the launcher does not tell it
+  int local_rank = 0;  ///< -1 if the launcher does not set it
   std::string address;
   std::uint16_t port = 0;
-  bool launcher_has_store = false;  ///< torchrun has a store at that address; otherwise rank 0 has
+  bool launcher_has_store = false;  ///< true if torchrun has a store at that address; otherwise rank 0 opens one
   std::string attempt;              ///< torchrun's restart count: separates the store's keys by attempt
 };
 
 using EnvironmentLookup = std::function<std::optional<std::string>(const std::string& variable)>;
 
-/// Reads the variables of the innermost launcher, such as torchrun in a Slurm step. Without one, the world is a
-/// process.
+/// Reads the variables of the innermost launcher, such as torchrun in a Slurm step. Without a launcher, the world size
+/// is 1.
 LaunchEnvironment launch_environment(const EnvironmentLookup& lookup);
 
-/// Opens rank 0's store, or connects to it or to the launcher's, which `name` describes. Warns if that takes longer
-/// than `patience`. Rank 0's store is open to other machines, unless the address is a loopback one.
+/// Opens rank 0's store, or connects to it or to the launcher's. `name` describes the store in errors. Warns if this
+/// takes longer than `patience`. Other machines can connect to rank 0's store unless its address is a loopback one.
 c10::intrusive_ptr<c10d::Store> open_store(const LaunchEnvironment& environment, const std::string& name,
                                            std::chrono::milliseconds timeout,
                                            std::chrono::milliseconds patience = longest_silence);
@@ -203,11 +205,11 @@ int local_rank_by_host(c10d::Store& store, int rank, const std::string& host);
 
 c10::DeviceIndex device_index(int local_rank, int devices);
 
-/// Returns this machine's address on its way to a host; "" if there is none.
+/// Returns this machine's address on the route to a host; "" if there is none.
 std::string address_towards(const std::string& host);
 
-/// Returns the address by which other machines reach this one: that of its own name or, as Debian gives the name a
-/// loopback address, that on the way to rank 0's `host` or, on rank 0's machine, to another of `ranks`; 0 asks nobody.
+/// Returns the address by which other machines reach this one: by its name; if that is a loopback address, as on
+/// Debian, on the route to rank 0's `host`; on rank 0's machine, on the route to another of the first `ranks` ranks.
 /// All ranks must call it.
 std::string reachable_address(c10d::Store& store, const std::string& name, const std::string& host, int rank,
                               int ranks);

@@ -40,32 +40,33 @@ struct Bucket {
 /// Returns a window's gradients in buckets of at most `bucket_bytes`, each of one dtype and device: float32 for
 /// float16, whose sum over ranks might overflow. A large gradient gets its own bucket, and is not copied. Backward
 /// computes the last parameters first, so buckets are sorted by the parameter that completes them. The result depends
-/// on the parameters alone, not on which of them have gradients, so it is equal on all ranks.
+/// on the parameters only, not on which of them have gradients, so it is equal on all ranks.
 std::vector<Bucket> buckets_of(const std::vector<at::Tensor>& parameters, std::optional<c10::ScalarType> accumulate_in,
                                std::int64_t bucket_bytes);
 
-/// The other replicas of a model. Windows are summed over all of them.
+/// The exchange with the other replicas of a model, which sums windows over all of them.
 ///
 /// A rank that has closed its window sends its weight, and all ranks receive the sums. A rank without data reports that
-/// instead, and follows as long as another has closed one: ranks may differ in micro-batches a window, and in windows.
+/// instead, and joins as long as another rank has closed a window: ranks may differ in micro-batches per window, and in
+/// the number of windows.
 ///
 /// With sharded gradients a rank announces each backward that sends them: ranks that have closed their window, or have
-/// no data, then send what they have left, or zeros, and sum again, until no rank runs a backward.
+/// no data, then send their remaining gradients, or zeros, and sum again, until no rank runs a backward.
 class ReplicaCommunicator final : public Communicator {
  public:
   ReplicaCommunicator(std::shared_ptr<Connections> connections, const ReplicasOptions& options)
       : connections_(std::move(connections)), options_(options) {}
 
-  /// Connects devices directly, if each rank has these parameters on a device of its own.
+  /// Connects devices directly, if each rank has these parameters on a separate device.
   void connect(const std::vector<at::Tensor>& parameters);
   /// Drops the connections when the replicas are destroyed. Training then throws.
   void disconnect();
 
-  /// Returns a line for each group of a sharded optimizer with what must be equal on all ranks: nothing in the
-  /// parameters shows if their parts are stepped differently.
+  /// Returns a line per group of a sharded optimizer with the settings that must be equal on all ranks: parameters
+  /// alone do not show that their parts are stepped differently.
   std::string settings_of_sharded() const;
 
-  std::function<WindowTotals()> report = {};  ///< further numbers of this rank
+  std::function<WindowTotals()> report = {};  ///< returns additional numbers of this rank
   std::function<void(const WindowTotals& own, const WindowTotals& all)> on_reduced = {};  ///< called with the sums
 
   int rank() const override { return connections_ ? connections_->rank() : 0; }
@@ -100,7 +101,7 @@ class ReplicaCommunicator final : public Communicator {
   Connections::Pending begin_sums(at::Tensor& sums, const WindowTotals& own) const;
   WindowTotals sums_of_all(const WindowTotals& own) const;
   void gather_norms(WindowGradients& window);
-  /// Runs `work`, which others wait for, and ends their waiting if it throws.
+  /// Runs `work`, for which other ranks wait, and ends their waiting if it throws.
   void or_give_up(c10::function_ref<void()> work) const;
 
   std::shared_ptr<Connections> connections_;  // nullptr once the replicas are destroyed
@@ -108,11 +109,11 @@ class ReplicaCommunicator final : public Communicator {
   std::shared_ptr<Shards> shards_;
   const torch::optim::Optimizer* sharded_ = nullptr;
   Connections::Channel channel_ = Connections::Channel::gradients;
-  std::shared_ptr<GradientExchange> exchange_;  // of the window, from the first backward that sends
-  bool announced_ = false;                      // others wait for the end of the window
-  std::optional<WindowTotals> joined_;          // the sums for the window that is to be closed with others
-  std::vector<std::size_t> used_;               // the parameters with a gradient on some rank, of the closed window
-  std::shared_ptr<GatheredNorms> norms_;        // those of the closed window, until it is stepped
+  std::shared_ptr<GradientExchange> exchange_;  // the window's exchange, from the first backward that sends
+  bool announced_ = false;                      // true if other ranks wait for the end of the window
+  std::optional<WindowTotals> joined_;          // the sums for a window that other ranks close, too
+  std::vector<std::size_t> used_;               // parameters of the closed window with a gradient on some rank
+  std::shared_ptr<GatheredNorms> norms_;        // norms of the closed window, until it is stepped
 };
 
 /// Serializes values for another rank of the same program. All tensors must be undefined.

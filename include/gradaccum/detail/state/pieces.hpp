@@ -22,8 +22,8 @@ class Module;
 
 namespace gradaccum::detail {
 
-/// The name of a part of a parameter in a state that several ranks have saved. `0.weight[4096:8192 of 64x128]` holds
-/// the elements from 4096 to 8192 in memory order.
+/// The name of a part of a parameter in a state of several ranks. `0.weight[4096:8192 of 64x128]` has the elements
+/// [4096, 8192) in memory order.
 struct PieceName {
   std::string parameter;
   std::int64_t begin = 0, end = 0;
@@ -34,7 +34,7 @@ struct PieceName {
   static std::optional<PieceName> of(std::string_view text);
 };
 
-/// Removes the prefix of a value that belongs to one rank: `rank_12.seed` becomes `seed`. Other names stay as they are.
+/// Removes the prefix of a value of one rank: `rank_12.seed` becomes `seed`. Other names are unchanged.
 std::string without_rank(const std::string& name);
 
 /// A tensor that several ranks have saved in pieces. It has one number for each element of a parameter, for each block
@@ -48,8 +48,8 @@ class Pieces {
   void check() const;
 
   at::IntArrayRef sizes() const { return sizes_; }  ///< the sizes of the whole parameter
-  bool is_number() const;                           ///< there is a single number for the whole parameter
-  /// The number of elements per number: 1, or the size of a block of 8-bit moments; 0 for anything else.
+  bool is_number() const;                           ///< true if there is a single number for the whole parameter
+  /// Returns the number of elements per number: 1, or the size of a block of 8-bit moments; 0 for anything else.
   std::int64_t elements_of_number() const;
 
   /// Returns a new tensor: the whole, or elements [begin, end) as a row; `begin` must start a number's elements.
@@ -105,19 +105,19 @@ struct ArchivesItself {
 /// Parameters and buffers by their full names; a shared tensor appears under each of its names.
 Archive::Tensors tensors_of_module(const torch::nn::Module& module);
 
-/// The first ten lines, each on a new line, and the number of the others.
+/// Returns the first ten lines, each on a new line, and the number of the others.
 std::string first_of(const std::vector<std::string>& lines);
 
 /// Throws if the tensor lacks memory for each of its elements (a meta or expanded tensor).
 void check_can_be_loaded(const std::string& name, const at::Tensor& tensor);
 
-/// The names of the parameters that do not learn, one a line.
+/// Returns the names of the parameters that do not require gradients, one per line.
 std::string frozen_parameters(const torch::nn::Module& module);
 
-/// Saves parameters and buffers by name, and which parameters learn; loading copies into the module's existing tensors.
+/// Saves parameters and buffers by name, and `requires_grad` of parameters. Loading copies into the existing tensors.
 void archive_module(Archive& archive, torch::nn::Module& module, const std::vector<std::string>& leave_out = {});
 
-/// The default generators of the CPU and of the CUDA devices in use, by device name. Other devices are skipped, since
+/// Returns the default generators of the CPU and of the CUDA devices in use, by device name. Skips other devices, since
 /// getting a device's generator would initialise the device.
 std::map<std::string, at::Generator> default_generators();
 

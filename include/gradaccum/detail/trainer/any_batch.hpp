@@ -8,15 +8,15 @@
 
 namespace gradaccum::detail {
 
-/// A batch of any type, as a Trainer sees it.
+/// The Trainer's interface to a batch of any type.
 class AnyBatch {
  public:
   virtual ~AnyBatch() = default;
   virtual std::int64_t samples() const = 0;
   virtual std::string fingerprint() const = 0;
-  virtual Loss loss() const = 0;  ///< the objective's
+  virtual Loss loss() const = 0;  ///< runs the objective
 
-  /// For `FitMemory`; the others throw if it is not divisible.
+  /// Returns true if `FitMemory` can divide the batch. The functions below throw if it cannot.
   virtual bool is_divisible() const = 0;
   virtual std::int64_t rows() const = 0;
   virtual RowKind kind() const = 0;
@@ -86,14 +86,14 @@ class BatchOf final : public AnyBatch {
   Objective& objective_;
 };
 
-/// A range of batches, of any type, which is gone through once an epoch.
+/// The Trainer's interface to a range of batches of any type, which it iterates over once per epoch.
 class AnyBatches {
  public:
   virtual ~AnyBatches() = default;
-  virtual std::optional<std::int64_t> number() const = 0;  ///< if the range tells
-  /// The most batches that a process has in an epoch, counted from the current or next one, if that is known.
+  virtual std::optional<std::int64_t> number() const = 0;  ///< number of batches, if the range has a size()
+  /// Returns the maximum over ranks of the batches in an epoch, counted from the current or next one, if it is known.
   virtual std::optional<std::int64_t> most_batches(std::int64_t epochs_ahead, bool alone) const = 0;
-  virtual const void* address() const = 0;  ///< of the user's range
+  virtual const void* address() const = 0;  ///< address of the user's range
   virtual bool has_state() const = 0;
   virtual void state(Archive& archive) = 0;
   /// Calls `visit` with each batch, until it returns false. Returns true if there are no more batches.
@@ -135,11 +135,11 @@ class BatchesOf final : public AnyBatches {
 class BatchDivider {
  public:
   virtual ~BatchDivider() = default;
-  /// Returns the row before which the window that is open at row `from` ends.
+  /// Returns the end, exclusive, of the rows that belong to the window that is open at row `from`.
   virtual std::int64_t end_of_window(const AnyBatch& batch, std::int64_t from) const = 0;
-  /// Trains with these rows, which are of one window.
+  /// Trains on these rows, which belong to one window.
   virtual void run(const AnyBatch& batch, std::int64_t from, std::int64_t to) = 0;
-  /// For evaluation.
+  /// Calls `use` with each part of a batch, for evaluation.
   virtual void for_each_part(const AnyBatch& batch, c10::function_ref<void(const AnyBatch&)> use) const = 0;
 };
 

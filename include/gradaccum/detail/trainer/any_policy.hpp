@@ -9,7 +9,7 @@
 
 namespace gradaccum::detail {
 
-/// A callable as a policy.
+/// Wraps a callable as a policy.
 template <class F>
 struct Callback {
   F call;
@@ -39,7 +39,7 @@ struct PolicyType<std::optional<P>> : PolicyType<P> {};
 template <class P>
 using policy_t = typename PolicyType<P>::type;
 
-/// The `name` that all policies of a kind share, of which a Trainer has one at most; empty if the policy has none.
+/// Returns the `name` of the policy's kind, of which a Trainer has at most one policy; empty if it has none.
 template <class P>
 constexpr std::string_view name_of_kind() {
   if constexpr (requires { std::bool_constant<(std::string_view(P::name), true)>(); })
@@ -63,8 +63,8 @@ struct HookOf;
 template <class Result, class... Arguments>
 struct HookOf<Result(Arguments...)> : std::type_identity<Result (*)(AnyPolicy&, Arguments...)> {};
 
-/// A policy of any class, as a table of its hooks, so that all that a Trainer does is compiled once. A hook that the
-/// policy does not have is null.
+/// A policy of any class as a table of its hooks, so that the Trainer's loop is compiled once. Hooks that the policy
+/// does not have are null.
 class AnyPolicy {
  public:
   template <class Result, class... Arguments>
@@ -130,7 +130,8 @@ class PolicyOf final : public AnyPolicy {
   static void set(Hook<void, TrainerBase&>&) {}  // the Trainer sets attach, which may take its type
 };
 
-/// Checks and sets a policy's hooks. If one has the wrong form, the compiler names the line that makes the Trainer.
+/// Checks and sets a policy's hooks. If one is wrong, the compiler's message includes the line that constructs the
+/// Trainer.
 template <class P>
 PolicyOf<P>::PolicyOf(P given) : policy(std::move(given)) {
 #define GRADACCUM_HOOK(name, signature, form) set<hooks::name>(this->name);
@@ -147,7 +148,7 @@ struct PolicyList {
     for (auto& policy : list)
       if (const auto call = policy.get()->*hook) call(*policy, arguments...);
   }
-  /// Begins with policies of several processes, after which the others may evaluate what is then the same on all.
+  /// Calls policies of several ranks first, so that the others see buffers that are equal on all ranks.
   void on_epoch_end(std::int64_t epoch) {
     for (const bool of_processes : {true, false})
       for (auto& policy : list)
@@ -155,12 +156,12 @@ struct PolicyList {
           policy->on_epoch_end(*policy, epoch);
   }
 
-  /// True if no policy is against it.
+  /// Returns true if no policy returns false.
   bool ready() { return !any_says(false, &AnyPolicy::ready); }
-  /// Tells all processes that this one has no more batches, and requests such as to stop. Returns true if another
-  /// process has batches, whose gradients close the next window.
+  /// Informs all ranks that this one has no more batches, and of requests such as to stop. Returns true if another rank
+  /// has batches, so that this one joins its next window.
   bool others_continue() { return any_says(true, &AnyPolicy::others_continue); }
-  /// Asks all policies, whatever the others say.
+  /// Calls the hook of all policies, and returns true if one returned `answer`.
   bool any_says(bool answer, AnyPolicy::Hook<bool> AnyPolicy::*hook) {
     bool any = false;
     for (auto& policy : list)
@@ -176,7 +177,7 @@ struct PolicyList {
     return scopes;
   }
 
-  /// Saves or loads each policy under its name. If one cannot load, all are as before.
+  /// Saves or loads each policy under its name. If one cannot load, all are restored.
   void state(Archive& archive) {
     if (archive.loading()) {
       auto before = Archive::of_references();
@@ -185,13 +186,13 @@ struct PolicyList {
         auto back = Archive::to_go_back(before);
         try {
           all(&AnyPolicy::state, back);
-        } catch (...) {  // one that never loads: those before it are back, those after it have not changed
+        } catch (...) {  // from a policy that never loads: earlier ones are restored, later ones have not changed
         }
       });
     }
     all(&AnyPolicy::state, archive);
   }
-  /// Saves or loads only the policies that see micro-batches, and may have changed in the middle of a window.
+  /// Saves or loads only policies with hooks inside a window, which may have changed their state there.
   void state_in_window(Archive& archive) {
     for (auto& policy : list) {
       const bool sees = policy->before_backward || policy->after_backward || policy->forward_scope || policy->ready;

@@ -21,24 +21,24 @@ struct Counts {
   std::int64_t updates = 0, epochs = 0;
 };
 
-/// The position of a `fit` in its batches, and the way back to a saved position.
+/// The position of a `fit` in its batches, which can be saved and restored.
 ///
 /// Batches with a `state(Archive&)` restore their position themselves. Any other range is iterated again without
-/// training, from the random state of its epoch's beginning up to the saved batch, which must have the same
-/// fingerprint. Then the saved random state is restored.
+/// training, with the random state of its epoch's start, up to the saved batch, which must have the same fingerprint.
+/// Then the saved random state is restored.
 class DataPosition {
  public:
   void hold(AnyBatches& batches) {
     *this = {};
     batches_ = &batches;
   }
-  /// Never leaves the random state at the beginning of an epoch that was to be iterated again.
+  /// Restores the saved random state if an exception ended the repeated iteration.
   void let_go() {
     if (to_skip_ > 0) set_generators(after_skipping_);
     *this = {};
   }
 
-  /// See `AnyBatches::most_batches`; counted from the epoch that runs.
+  /// Returns `AnyBatches::most_batches`, counted from the current epoch.
   std::optional<std::int64_t> most_batches(std::int64_t epochs_ahead, bool alone) const {
     return batches_->most_batches(epochs_ahead - exhausted_, alone);
   }
@@ -64,13 +64,13 @@ class DataPosition {
     taken_ = 0;
   }
 
-  /// True if the loaded state was saved in the middle of an epoch.
+  /// Returns true if the loaded state was saved in the middle of an epoch.
   bool is_in_epoch() const { return resumes_; }
   /// Returns is_in_epoch(), and resets it: the epoch continues.
   bool resumes() { return std::exchange(resumes_, false); }
-  /// True if all batches of the epoch have been drawn, so that only its tail is left.
+  /// Returns true if all batches of the epoch have been drawn, so that only its tail is left.
   bool exhausted() const { return exhausted_; }
-  /// True if training used this batch before the state was saved.
+  /// Returns true if training used this batch before the state was saved.
   bool skips(const AnyBatch& batch);
 
   void state(Archive& archive);
@@ -80,25 +80,25 @@ class DataPosition {
 
   AnyBatches* batches_ = nullptr;
   const AnyBatch* batch_ = nullptr;
-  std::string expected_;  // the fingerprint of the last batch that is skipped
+  std::string expected_;  // the fingerprint of the last skipped batch
   Archive::Tensors epoch_begin_, after_skipping_;
   std::int64_t taken_ = 0, to_skip_ = 0;
   bool resumes_ = false, exhausted_ = false;
 };
 
-/// The counts and losses of a Trainer's open window. Finds losses that are NaN or infinite.
+/// The counts and losses of a Trainer's open window. Detects non-finite losses.
 class WindowRecord {
  public:
-  /// The epoch, micro-batches, samples and items so far.
+  /// Returns the epoch, micro-batches, samples and items so far.
   const Step& so_far() const { return step_; }
-  /// True if the current micro-batch fills the window.
+  /// Returns true if the current micro-batch fills the window.
   bool closing() const { return closing_; }
   void set_closing(bool closing) { closing_ = closing; }
 
   void check_none_in_hand() const {
     TORCH_CHECK(!in_hand_, "Trainer: step() or flush() was called inside a micro-batch, as in the objective");
   }
-  /// `begins`: the first of its batch.
+  /// Starts a micro-batch, the first of its batch if `begins`.
   void begin_micro_batch(std::int64_t samples, bool begins, FitStatus& status) {
     check_none_in_hand();
     in_hand_ = true;
@@ -116,33 +116,33 @@ class WindowRecord {
     return c10::make_scope_exit([this]() noexcept { being_closed_ = false; });
   }
 
-  /// Runs `scale` once per window, before any parameter moves. `look`: reads losses that have not been read.
+  /// Runs `scale` once per window, before any update. With `look`, checks losses that have not been read.
   void prepare(bool look, c10::function_ref<void()> scale) {
     if (std::exchange(prepared_, true)) return;
     scale();
     if (look) check_losses(unread_mean());
   }
 
-  /// Returns false if the micro-batch with this loss is to be skipped. A loss on the CPU is read at once, one on a
-  /// device only if the options require that, otherwise when the window closes.
+  /// Returns false if the micro-batch with this loss must be skipped. A loss on the CPU is read immediately, one on a
+  /// device only if the options require it, otherwise when the window closes.
   bool add_loss(const Loss& loss, FitStatus& status, std::int64_t update);
 
-  /// The mean of losses on a device that nobody has read yet; undefined if there are none.
+  /// Returns the mean if it includes unread losses on a device; undefined otherwise.
   at::Tensor unread_mean() const { return to_check_.empty() ? at::Tensor() : mean_.value(); }
-  /// Throws if the mean is not finite, and says which loss is the first. Synchronizes with the device.
+  /// Throws if the mean is not finite, and names the first such loss. Synchronizes with the device.
   void check_losses(const at::Tensor& mean);
-  /// The gradients of the window that is being closed are not finite: throws, or counts what is left out.
+  /// Throws because the gradients of the closing window are not finite, or counts its batches as left out.
   void leave_out(const std::string& parameter, FitStatus& status, std::int64_t update);
-  /// A policy requires the gradients to be finite, and hears it if they are not.
+  /// True if a policy requires finite gradients, and handles an overflow itself.
   bool overflow_is_awaited = false;
 
-  /// Exchanged when the window closes: this process's totals, and then the totals of all processes.
+  /// Returns this rank's totals when the window closes; take_totals() then replaces them by the totals of all ranks.
   WindowTotals totals(const FitStatus& status) const;
   void take_totals(const WindowTotals& own, const WindowTotals& all, FitStatus& status);
 
   /// Returns the report of the closed window, and restarts.
   Step finish(const Gradients& gradients, bool moved, std::int64_t updates, double lr);
-  /// Between two micro-batches.
+  /// Saves or loads the record, between two micro-batches.
   void state(Archive& archive);
   void restart() {
     step_ = {};
@@ -168,15 +168,15 @@ class WindowRecord {
 
   Step step_;
   bool in_hand_ = false, closing_ = false, prepared_ = false, being_closed_ = false;
-  std::int64_t left_out_ = 0;  // batches of this window, for their losses or for its gradients
+  std::int64_t left_out_ = 0;  // batches of this window that were left out
   WeightedMean mean_;
   std::optional<double> read_mean_;
   std::vector<std::pair<at::Tensor, Place>> to_check_;  // losses on a device
 };
 
-/// A Trainer's loop over epochs, batches, micro-batches and windows, with everything of it that has no type of a user.
+/// A Trainer's loop over epochs, batches, micro-batches and windows, independent of the user's types.
 ///
-/// Processes that train together run these steps in the same order, each of which waits for all of them: `resume`,
+/// With several ranks, all run these functions in the same order, and each function waits for all ranks: `resume`,
 /// `close_window`, and the policies' on_epoch_end, at_boundary and others_continue.
 class Loop {
  public:
@@ -184,16 +184,15 @@ class Loop {
       : trainer(its_trainer), window(std::move(optimizer)) {}
 
   FitReport fit(AnyBatches& batches, const FitOptions& options);
-  /// Trains with one batch. True if the parameters moved.
+  /// Trains on one batch. Returns true after an update.
   bool step(const AnyBatch& batch);
-  /// Trains with a batch or a part of one. `begins`: it is the first of its batch. `may_close`: a window may end with
-  /// it.
+  /// Trains on a batch or a part of one. `begins`: it is the first of its batch. `may_close`: it may fill the window.
   void micro_batch(const AnyBatch& batch, bool begins, bool may_close);
-  /// Steps with the window as it is.
+  /// Closes an incomplete window. Returns true after an update.
   bool flush();
   void discard();
-  /// `on_all`: the batches are this process's share of those of all. `until_signal`: a signal ends it and the fit that
-  /// it is a part of, and the numbers are thrown away.
+  /// Evaluates. `on_all`: the batches are this rank's share. `until_signal`: a signal ends the evaluation, which then
+  /// returns nullopt, and the fit around it.
   std::optional<Evaluation> evaluate(AnyBatches& batches, Evaluator evaluator, bool on_all, bool until_signal = false);
   void state(Archive& archive);
   /// See `TrainerBase::planned_updates`.
@@ -206,22 +205,22 @@ class Loop {
   DataPosition data;
   Counts counts;
   FitStatus status;
-  std::unique_ptr<BatchDivider> divider;                     // or none
-  std::int64_t batch_size = 0;                               // samples of a window, where somebody counts them
-  std::function<std::int64_t(std::int64_t epoch)> steps_in;  // micro-batches of a window, by Accumulate
-  MetricModes metrics;                                       // of all that is evaluated inside of fit
+  std::unique_ptr<BatchDivider> divider;                     // null if batches are not divided
+  std::int64_t batch_size = 0;                               // samples per window; 0: not counted
+  std::function<std::int64_t(std::int64_t epoch)> steps_in;  // micro-batches per window, set by Accumulate
+  MetricModes metrics;                                       // metrics of evaluations inside fit
   std::vector<std::function<void()>> when_built;
-  std::vector<std::string> left_out;             // buffers that no state has
-  std::function<void()> finish_background_save;  // waits for a state that a thread of SaveState writes
-  const Archive::Tensors* state_copy = nullptr;  // of SaveState, while it saves in the background
-  Archive::Values given;     // the optimizer's options and the frozen parameters when it first trained
-  Archive::Values kept;      // those that count, of a loaded state say
-  bool rate_is_set = false;  // by a policy, for each update anew
+  std::vector<std::string> left_out;             // buffers that are not saved in states
+  std::function<void()> finish_background_save;  // waits until a thread of SaveState has written its state
+  const Archive::Tensors* state_copy = nullptr;  // memory of SaveState while it saves in the background
+  Archive::Values given;     // the optimizer's options and the frozen parameters before the first training
+  Archive::Values kept;      // the options in use, for example of a loaded state
+  bool rate_is_set = false;  // true if a policy sets the rate for each update
   bool is_built = false;
 
  private:
-  /// Called while an exception is handled. Discards the window, and ends the training of other processes that have
-  /// gradients of it, or that wait for further windows.
+  /// Discards the window while an exception is handled, and ends the training of ranks that have gradients of it, or
+  /// that wait for further windows.
   void give_up(bool others_wait);
   bool or_give_up(c10::function_ref<bool()> work);
 
@@ -239,7 +238,7 @@ class Loop {
   bool close_window();
   bool close_if_begun();
   void end_epoch();
-  /// Throws or warns where an epoch made no update.
+  /// Throws or warns if an epoch made no update.
   void check_trained();
   std::string why_nothing_moved() const;
   void train_with_others();
@@ -249,17 +248,17 @@ class Loop {
   void archive_given(Archive& archive);
   bool interrupted() const { return status.signal != 0; }
 
-  double items_ = 0;                // of all losses of this fit
+  double items_ = 0;                // sum over all losses of this fit
   bool warned_of_nothing_ = false;  // in this fit
 };
 
-/// Puts a model into training or evaluation mode, and each of its modules back into its own at the scope's end.
+/// Puts a model into training or evaluation mode for a scope, and restores each module's mode at its end.
 ///
-/// A model that is in that mode already begins as it is, with all that its owner has frozen in it.
+/// A model that is already in that mode is not changed, so that submodules can stay in the other mode.
 class ModeGuard {
  public:
   ModeGuard(torch::nn::Module& model, bool training) : ModeGuard(model) {
-    if (training != was_training_) model.train(training);  // if that throws, the destructor runs all the same
+    if (training != was_training_) model.train(training);  // if it throws, the destructor runs anyway
   }
   ModeGuard& operator=(ModeGuard&&) = delete;
   ~ModeGuard();
@@ -276,22 +275,23 @@ class ModeGuard {
   std::vector<bool> modes_;
 };
 
-/// Only notes these signals while it exists, and also calls a handler of the user's own. A second SIGINT ends the
-/// program as ever, for people who cannot wait. A signal that was ignored stays ignored.
+/// Records these signals while it exists, and calls the program's own handlers, too. A second SIGINT ends the program.
+/// Signals that were ignored before remain ignored.
 class StopSignals {
  public:
   explicit StopSignals(std::vector<int> signals);
   StopSignals& operator=(StopSignals&&) = delete;
   ~StopSignals();
 
-  /// Returns the first signal that came and that any object of this class waits for, or 0.
+  /// Returns the first received signal that any object of this class handles, or 0.
   static int came();
-  /// Returns the first of its signals that came, or 0. A signal that nobody asks for is raised again at the end.
+  /// Returns the first received one of its signals, or 0. The destructor raises a received signal again unless this
+  /// function has returned it.
   int received();
 
  private:
   std::vector<int> signals_;
-  bool asked_ = false;  // for one that has come
+  bool asked_ = false;  // received() has returned a signal
 };
 
 }  // namespace gradaccum::detail

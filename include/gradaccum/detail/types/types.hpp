@@ -74,7 +74,7 @@ std::string type_name(const T& object) {
   return name_of_class(typeid(object));
 }
 
-/// Writes its arguments in a row, as c10::str does, but alike in every locale: for texts that are stored or compared.
+/// Joins its arguments to a text like c10::str, but equally in every locale, for texts that are stored or compared.
 template <class... Parts>
 std::string plain_text(const Parts&... parts) {
   std::ostringstream stream;
@@ -83,20 +83,20 @@ std::string plain_text(const Parts&... parts) {
   return stream.str();
 }
 
-/// Reads such a text.
+/// Returns a stream that reads a result of plain_text.
 inline std::istringstream plain_stream(const std::string& text) {
   std::istringstream stream(text);
   stream.imbue(std::locale::classic());
   return stream;
 }
 
-/// Returns a message without the lines of stack trace that LibTorch's errors have behind it.
+/// Returns a message without the stack trace that follows it in LibTorch's errors.
 inline std::string first_line(std::string text) {
   text.resize(std::min(text.find('\n'), text.size()));
   return text;
 }
 
-/// Returns what `run` returns. Adds the text of `context` to an error of LibTorch's that says this, if anything.
+/// Returns the result of `run`. Adds the text of `context` to an error of LibTorch that contains `says`, unless null.
 auto explaining(const char* says, const auto& context, const auto& run) try {
   return run();
 } catch (c10::Error& error) {
@@ -105,8 +105,8 @@ auto explaining(const char* says, const auto& context, const auto& run) try {
   throw;
 }
 
-/// Returns what `start` returns, which starts a thread for `who`. If the system has none left, the exception of the
-/// standard library says only "Resource temporarily unavailable".
+/// Returns the result of `start`, which starts a thread for `who`. Explains the error if the system has no threads
+/// left, for which the standard library's message is only "Resource temporarily unavailable".
 auto starting_thread(const char* who, const auto& start) try {
   return start();
 } catch (const std::system_error& error) {

@@ -5,8 +5,8 @@
 
 namespace gradaccum::detail {
 
-/// The page of a run up to its JSON. Its policy lets in this style and this script by their SHA-256, and nothing else;
-/// tests/watching/browser.py says what the two have to be.
+/// The page of a run up to its JSON. Its content security policy allows only this style and this script, by their
+/// SHA-256; tests/watching/browser.py checks the hashes.
 inline constexpr std::string_view page_before_json = R"html(<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -87,7 +87,8 @@ th{min-width:7rem}
 <svg role="img"></svg><output hidden></output><p class="note"></p></figure></template>
 <script id="run" type="application/json">)html";
 
-/// The page behind its JSON. The script sets text by `textContent` only, so that no name becomes markup.
+/// The rest of the page, after its JSON. The script sets text by `textContent` only, so that names cannot become
+/// markup.
 inline constexpr std::string_view page_after_json = R"html(</script>
 <script>
 'use strict';

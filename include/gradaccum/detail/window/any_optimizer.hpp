@@ -15,19 +15,19 @@ class OptimizerOptions;
 
 namespace gradaccum::detail {
 
-/// A reference to an optimizer of any class, so that all that windows do is compiled once.
+/// A reference to an optimizer of any class, so that the code of windows is compiled once.
 class AnyOptimizer {
  public:
   virtual ~AnyOptimizer() = default;
   virtual std::vector<at::Tensor> parameters() const = 0;  ///< all parameters, group by group
-  virtual at::Device device() const = 0;                   ///< of the first parameter; the CPU if there is none
-  /// Steps an optimizer without a `taker`. Unless it takes gradients, `.grad` must have its true size.
+  virtual at::Device device() const = 0;                   ///< the first parameter's; the CPU if there is none
+  /// Steps an optimizer without a `taker`. Unless it takes gradients, the factor must have been applied to `.grad`.
   virtual void step(const Gradients& gradients) = 0;
   virtual void zero_grad(bool set_to_none) = 0;
   virtual std::string name() const = 0;  ///< the class name
-  /// Returns true if a part of a parameter may be stepped. False for classes derived from LibTorch's own.
+  /// Returns true if a part of a parameter may be stepped. False for classes derived from LibTorch's.
   bool steps_by_elements() const;
-  bool rates_are_0() const;  ///< the learning rate of each group; false if it does not tell
+  bool rates_are_0() const;  ///< true if the learning rate of each group is 0; false if a rate is unknown
 
   const void* address = nullptr;                       ///< equal through references to any of its base classes
   TakesGradients* taker = nullptr;                     ///< the optimizer, if it derives from TakesGradients
@@ -81,8 +81,8 @@ std::optional<double> learning_rate(const torch::optim::OptimizerOptions& option
 /// Runs a closure with gradients enabled, and returns its loss; an undefined tensor without a closure.
 at::Tensor loss_of(const std::function<at::Tensor()>& closure);
 
-/// Steps an optimizer with gradients, the only place that does so. Synchronizes, for a 4-byte read, only if
-/// gradients are required to be finite and the optimizer leaves that check to the host.
+/// Steps an optimizer with gradients; all steps are made here. Synchronizes, for a 4-byte read, only if gradients are
+/// required to be finite and the optimizer leaves that check to the host.
 StepResult step_optimizer(AnyOptimizer& optimizer, Gradients gradients);
 
 }  // namespace gradaccum::detail

@@ -13,18 +13,18 @@
 
 namespace gradaccum::detail {
 
-/// A listener to the gradients that a backward pass computes. Backward runs a thread for each device.
+/// A listener to the gradients that a backward pass computes, on a thread per device.
 class GradReadyListener {
  public:
   explicit GradReadyListener(std::vector<at::Tensor> parameters) : parameters_(std::move(parameters)) {}
   virtual ~GradReadyListener() = default;
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
-  /// Called when backward has added to a parameter's gradient, before the hooks that were there first.
+  /// Called when backward has added to a parameter's gradient, before hooks that were registered earlier.
   virtual void added(std::size_t /*place*/) {}
   virtual void grad_ready(std::size_t place) = 0;
-  /// True if a gradient must not come in parts that are added to it in place.
+  /// Returns true if a gradient must not arrive in parts that are added in place.
   virtual bool waits_for_whole() const { return true; }
-  /// Ends the listening: later gradients are ignored. (After an exception other threads may still bring some.)
+  /// Ignores all later gradients. (After an exception other threads may still compute some.)
   void end() {
     const std::lock_guard lock(mutex_);
     ended_ = true;
@@ -32,11 +32,11 @@ class GradReadyListener {
 
  protected:
   const std::vector<at::Tensor> parameters_;
-  std::mutex mutex_;  // for what follows, and what a listener writes
+  std::mutex mutex_;  // guards ended_, and the members of derived classes
   bool ended_ = false;
 };
 
-/// A scope around backward passes in which a listener is called for each gradient, after all other hooks.
+/// A scope for backward passes in which a listener is called for each gradient, after all other hooks.
 class GradReadyScope {
  public:
   explicit GradReadyScope(std::shared_ptr<GradReadyListener> listener);
@@ -48,7 +48,7 @@ class GradReadyScope {
   std::vector<const at::Tensor*> listening_;
 };
 
-/// Returns true if a listener, or any other hook, waits for whole gradients of this parameter.
+/// Returns true if a listener, or another hook, needs whole gradients of this parameter.
 bool is_waited_for(const at::Tensor& parameter);
 /// Calls the listeners after a part has been added to this parameter's gradient.
 void say_added(const at::Tensor& parameter);

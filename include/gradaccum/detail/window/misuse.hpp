@@ -19,11 +19,11 @@ inline constexpr const char* not_cleared =
     "GradAccumulator: the gradients of the last window were not cleared (or only through .data(), which hides it), so "
     "backward adds to them; call optimizer.zero_grad() after every step(): it does nothing inside a window";
 
-/// Records of a few parameters, for leftovers of accumulation by hand in a loop: clipping inside a window, a step of
-/// the wrapped optimizer's own, or a missing zero_grad().
+/// Watches a few parameters for remains of manual accumulation in a loop: clipping inside a window, a call of the
+/// wrapped optimizer's step(), or a missing zero_grad().
 ///
-/// It follows each gradient in backward, which runs a thread for each device; each writes to its own records. On the
-/// CPU it samples numbers, which shows writes that version counters miss.
+/// Follows each gradient in backward, which runs a thread per device; each thread writes to its own records. On the CPU
+/// it samples numbers, which shows writes that version counters miss.
 class CloseWatch final : public GradReadyListener {
  public:
   struct Watched {
@@ -41,7 +41,7 @@ class CloseWatch final : public GradReadyListener {
 
   bool waits_for_whole() const override { return false; }
 
-  /// Counts a pass before the hooks that add to gradients or mask them: those belong to the pass.
+  /// Counts a pass before other hooks, whose changes of the gradient belong to the pass.
   void added(std::size_t place) override {
     auto& one = watched[place];
     const auto& gradient = parameters_[place].grad();
@@ -79,7 +79,7 @@ class CloseWatch final : public GradReadyListener {
   bool window_is_empty = true;
 };
 
-/// Picks the first, the last and those between at equal distances among the parameters that get a gradient.
+/// Picks three parameters with gradients: the first, the last and the middle one.
 inline std::vector<at::Tensor> some_of(const std::vector<at::Tensor>& parameters) {
   constexpr std::size_t enough = 3;
   std::vector<at::Tensor> learning, some;
@@ -102,12 +102,12 @@ inline void check_weight(const Loss& loss, double first_weight) {
               loss.mean.scalar_type(), ", got ", loss.items, "; compute the loss in a wider dtype");
 }
 
-/// Detects misuse of an open window. The window calls it at each event; it throws or warns, with the remedy.
+/// Detects misuse of an open window. The window calls it at each event; it throws or warns, with advice.
 class Misuse {
  public:
   explicit Misuse(const WindowProgress& window) : window_(window) {}
 
-  /// Watches some of these parameters closely. Called before a window with them is opened: if it throws, nothing has
+  /// Selects the parameters to watch. Called before a window with these parameters is opened: if it throws, nothing has
   /// changed.
   void before_open(const std::vector<at::Tensor>& parameters) {
     auto some = some_of(parameters);
@@ -119,7 +119,7 @@ class Misuse {
     close_watch_->look();
   }
 
-  /// `after_another`: another window came before, and its gradients have not been cleared.
+  /// Called when a window is opened. `after_another`: the gradients of the previous window have not been cleared.
   void opened(bool after_another) {
     after_another_ = after_another;
     look();
@@ -129,7 +129,7 @@ class Misuse {
 
   void cleared() { after_another_ = false; }
 
-  /// Follows a change of the list of parameters. A new one counts as seen without a gradient.
+  /// Updates the records after a change of the list of parameters. New ones are recorded without a gradient.
   void refresh_parameters(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after) {
     std::vector<SeenTensor> seen;
     for (auto& parameter : after) {
@@ -140,7 +140,7 @@ class Misuse {
     before_open(after);
   }
 
-  /// Records the gradients as they are.
+  /// Records the current gradients as correct.
   void look() {
     seen_.clear();
     seen_.reserve(window_.parameters().size());
@@ -167,7 +167,7 @@ class Misuse {
     loss.check();
     warn_of_shapes(loss);
     check_weight(loss, window_.counter.first_weight());
-    if (window_.steps_in_backward) {  // it would be too late once a parameter has moved
+    if (window_.steps_in_backward) {  // later checks would come after the first update
       TORCH_CHECK(!options.create_graph,
                   "GradAccumulator: create_graph keeps the gradients, but in_backward frees them as they arrive; use "
                   "only one of the two");
@@ -247,8 +247,8 @@ class Misuse {
                 "GradAccumulator: an exception left this window's gradients incomplete; call discard()");
   }
 
-  /// Throws if a sum has vanished. Backward continues a sum in place, or in a new tensor if it records a graph, or if a
-  /// dense part joins a sparse one.
+  /// Throws if a sum has disappeared. Backward adds to a sum in place, or makes a new tensor if it records a graph, or
+  /// if it adds a dense part to a sparse sum.
   void check_kept() const {
     if (window_.count() == 0) return;
     const auto& parameters = window_.parameters();
@@ -265,7 +265,7 @@ class Misuse {
     }
   }
 
-  /// Returns true if another backward, or anything else, has written to a gradient.
+  /// Returns true if another backward pass, or other code, has written to a gradient.
   bool touched() const {
     if (window_.shared()) return false;
     for (std::size_t i = 0; i < window_.parameters().size(); ++i)
@@ -285,15 +285,15 @@ class Misuse {
                 "that no backward precedes; use one form for all its micro-batches");
   }
 
-  /// Throws if the losses were scaled and the gradients are not to be divided by the scale.
+  /// Throws if the losses were scaled, but the gradients will not be divided by the scale.
   void check_scaler() const {
     TORCH_CHECK(!window_.scaled || window_.gradients->must_be_finite(),
                 "GradAccumulator: the losses of this window are scaled, but optimizer.step() does not unscale its "
                 "gradients; call scaler.step(optimizer) instead");
   }
 
-  /// Throws if a part of a sum has not come by `backward`, as all do in the weighted form. What a gradient held before
-  /// the window does not matter. Skips a window that other processes may add to at any time.
+  /// Throws if other code than `backward` has added to a sum of a weighted window. Ignores windows to which other ranks
+  /// may add at any time.
   void check_only_ours() const {
     if (window_.shared()) return;
     const auto& parameters = window_.parameters();
@@ -313,14 +313,14 @@ class Misuse {
     }
   }
 
-  /// Leaves out windows of one micro-batch: they equal a step without an accumulator, whatever was written.
+  /// Returns false for windows of one micro-batch, which equal a step without an accumulator after any write.
   bool watches_closely() const {
     const auto& gradients = *window_.gradients;
     return window_.counter.steps() > 1 && !gradients.applied() && !gradients.stepped() && !window_.shared();
   }
 
-  /// Throws if anything but backward has written to the gradients. Leaves out gradients that no backward of this
-  /// micro-batch has made, unless all are our own: those are the user's.
+  /// Throws if other code than backward has written to the gradients. In a plain window, ignores gradients that no
+  /// backward pass of this micro-batch has reached, since they may be the user's.
   void check_not_rewritten() const {
     if (!watches_closely()) return;
     for (std::size_t place = 0; place < close_watch_->watched.size(); ++place) {
@@ -335,8 +335,8 @@ class Misuse {
     }
   }
 
-  /// Warns, once, if a parameter is not what it was in the window's first micro-batch. A warning only, since code that
-  /// perturbs and restores parameters, or a forward pass that writes to them, is legitimate.
+  /// Warns, once, if a parameter has changed since the window's first micro-batch. It is no error, since code may
+  /// perturb and restore parameters, and a forward pass may write to them.
   void warn_of_moved_parameters() {
     for (std::size_t place = 0; place < close_watch_->watched.size(); ++place) {
       const auto& parameter = close_watch_->parameters()[place];
@@ -355,7 +355,7 @@ class Misuse {
     }
   }
 
-  /// Warns, once, of an output [16, 1] and a target [16], which an elementwise loss compares each with each.
+  /// Warns, once, of shapes such as [16, 1] and [16], which an elementwise loss broadcasts to [16, 16].
   void warn_of_shapes(const Loss& loss) {
     const auto &output = loss.output, &target = loss.target;
     if (warned_of_shapes_ || !output.defined() || !target.defined() || output.sizes() == target.sizes()) return;
@@ -369,8 +369,8 @@ class Misuse {
                ": every output is compared with every target. Give both one shape, by view or unsqueeze");
   }
 
-  /// Warns, once, of as many backward passes in a micro-batch as a window has `steps`: the loop seems to count by
-  /// itself. Counts the passes over the parameter that backward has reached the least.
+  /// Warns, once, if a micro-batch has `steps` backward passes: the loop probably counts micro-batches, too. Counts the
+  /// passes of the watched parameter that backward has reached the fewest times.
   void warn_of_passes(std::int64_t steps) {
     if (steps < 2 || close_watch_->window_is_empty || warned_of_passes_) return;
     std::int64_t passes = 0;

@@ -10,12 +10,12 @@
 
 namespace gradaccum::detail {
 
-/// The number that gradients are multiplied by: a host part, and a part that is known on a device only.
+/// The factor of gradients: a part that the host knows, and a part that only a device knows.
 struct Multiplier {
   double numerator = 1.0, denominator = 1.0;
   at::Tensor device_numerator = {}, device_denominator = {};  ///< 0-dim float64, or undefined
   /// Tensors of a step that the device may skip, else undefined. `found_inf`: 0-dim float32, 1 if it skips the step;
-  /// `skipped_steps`: the number of skipped steps that the host does not know of.
+  /// `skipped_steps`: the number of skipped steps that the host does not know yet.
   at::Tensor found_inf = {}, skipped_steps = {};
 
   bool on_host() const { return !device_numerator.defined() && !device_denominator.defined(); }
@@ -32,8 +32,8 @@ struct Multiplier {
 
 // Passes over lists of gradients of any device, dtype and layout, none of which synchronizes with a device.
 
-/// Returns the `p`-norm of each non-empty gradient as one float64 tensor, on a device if any gradient is, where it may
-/// lie in `memory`: see `l2_norms_on_device`. In float64 squares of finite 16- and 32-bit numbers stay finite.
+/// Returns the `p`-norm of each non-empty gradient as one float64 tensor, on a device if any gradient is. It may be
+/// stored in `memory`: see `l2_norms_on_device`. In float64 squares of finite 16- and 32-bit numbers are finite.
 at::Tensor norms(const std::vector<at::Tensor>& gradients, double p, StreamMemory* memory = nullptr);
 
 at::Tensor l2_norm_of(const at::Tensor& norms);

@@ -14,24 +14,25 @@ namespace gradaccum::detail {
 class Communicator;
 class Misuse;
 
-/// The kind of backward that a window has: the user's `loss.backward()`, `optimizer.backward(loss)`, or none yet.
+/// The kind of a window's backward passes: `loss.backward()` (plain), `optimizer.backward(loss)` (weighted), or none
+/// yet.
 enum class WindowForm { none, plain, weighted };
 
 struct WindowProgress {
   Window counter;
   std::shared_ptr<WindowGradients> gradients = {};  ///< shared with their handles, state included
   WindowForm form = WindowForm::none;
-  bool in_hand = false;              ///< a micro-batch has had its backward, and is not complete
-  bool scaled = false;               ///< the losses were scaled, so the scale has to be divided out
-  bool closing_with_others = false;  ///< complete because other processes close theirs
+  bool in_hand = false;              ///< a micro-batch is pending: it has had its backward, and is not complete
+  bool scaled = false;               ///< the losses were scaled, so the scale must be divided out
+  bool closing_with_others = false;  ///< complete because other ranks close theirs
   bool has_peers = false, steps_in_backward = false;
 
   std::int64_t count() const { return counter.count(); }
   bool weighted() const { return form == WindowForm::weighted; }
   bool full() const { return closing_with_others || counter.full(); }
-  /// True once the window is summed over all processes.
+  /// Returns true once the window is summed over all ranks.
   bool reduced() const { return has_peers && gradients->complete(); }
-  /// True if other processes may be adding to its sums.
+  /// Returns true if other ranks may be adding to its sums.
   bool shared() const { return gradients->sending() || reduced(); }
   const std::vector<at::Tensor>& parameters() const { return gradients->all_parameters(); }
 };
@@ -47,7 +48,7 @@ class OpenWindow {
   ~OpenWindow();
 
   AnyOptimizer& optimizer() const { return *optimizer_; }
-  /// Takes over parameters that were added to the optimizer, which may happen at any time.
+  /// Includes parameters that were added to the optimizer, which may happen at any time.
   void refresh_parameters();
 
   /// Runs backward. `fills`: this micro-batch completes the window, so parameters may be stepped in its backward.
@@ -56,27 +57,27 @@ class OpenWindow {
   void complete_micro_batch();
   /// Runs backward and completes the micro-batch. `fills`: it completes the window, too.
   void add(Loss loss, bool fills);
-  /// Completes the window as it is; false if it has no micro-batch.
+  /// Completes the window before it is full. Returns false if it has no micro-batch.
   bool complete_early();
-  /// Steps with the complete window, and opens the next. Clears the gradients if the parameters do not move.
+  /// Steps with the complete window, and opens the next. Clears the gradients if there was no update.
   StepResult close();
   void discard();
 
   /// Clears the gradients at a window's end, or in a window without a complete micro-batch.
   void clear(bool set_to_none = true);
-  /// Clears gradients from before the window, which belong to something else.
+  /// Clears gradients from before the window, which other code has left.
   void clear_others();
-  /// Clears the gradients between windows. Inside one, throws if that would be for gradients of something else.
+  /// Clears the gradients between windows. Inside a window, throws if other code has changed the gradients.
   void zero_grad(bool set_to_none);
-  /// Keeps the sums apart from `.grad` from now on, so that other code may clear `.grad` inside a window.
+  /// Stores the sums separately from `.grad` from now on, so that other code may clear `.grad` inside a window.
   void keep_sums_apart();
 
-  /// The window so far, including a micro-batch that has had its backward.
+  /// Returns the window so far, including a pending micro-batch.
   const std::shared_ptr<WindowGradients>& so_far();
-  /// The window that is being closed.
+  /// Returns the window that is being closed.
   const std::shared_ptr<WindowGradients>& closing() const { return now_.gradients; }
 
-  /// A copy of the window between two micro-batches, sums included, to go back to.
+  /// A copy of the window and its sums between two micro-batches, for go_back().
   struct Copy {
     Window window;
     WindowForm form;
@@ -86,7 +87,7 @@ class OpenWindow {
   Copy copy() const { return {now_.counter, now_.form, now_.scaled, now_.gradients->sums().copies()}; }
   void go_back(const Copy& copy);
 
-  /// The window as a part of a training state, between two micro-batches, by the parameters' names in a model.
+  /// The window as a part of a training state, by the parameters' names in a model, between two micro-batches.
   struct Named {
     OpenWindow& window;
     NameOf name_of;
@@ -100,25 +101,25 @@ class OpenWindow {
   bool closes_with_others() const { return now_.closing_with_others; }
   bool full() const { return now_.full(); }
   bool scaled() const { return now_.scaled; }  ///< the losses were multiplied by a loss scaler
-  /// Returns true if there is weight, that of other processes included once the window is complete.
+  /// Returns true if the window has weight, including other ranks' weight once it is complete.
   bool has_weight() const { return now_.gradients->items() > 0; }
   std::int64_t steps() const { return now_.counter.steps(); }
   void set_steps(std::int64_t steps) { now_.counter.set_steps(steps); }
   void set_steps_of_this(std::int64_t steps) { now_.counter.set_steps_of_this(steps); }
   std::int64_t bytes() const;  ///< the size of the sums
   void set_accumulate_in(std::optional<at::ScalarType> dtype);
-  /// Makes the backward that fills the window step each parameter as its gradient arrives.
+  /// Makes the backward pass that fills the window step each parameter when its gradient arrives.
   void set_in_backward(bool on);
   bool steps_in_backward() const { return now_.steps_in_backward; }
 
-  /// Sums each window over these processes when it is complete.
+  /// Sums each window over these ranks when it is complete.
   void set_peers(std::shared_ptr<Communicator> peers);
   const std::shared_ptr<Communicator>& peers() const { return peers_; }
-  /// Called when this process has no more micro-batches. Returns true if others have some: this window is then complete
-  /// with theirs, empty or not. Clears the gradients of an empty window, which belong to something else.
+  /// Called when this rank has no more micro-batches. Returns true if other ranks have some: this window, even if
+  /// empty, is then complete with theirs. Clears the gradients of an empty window, which other code has left.
   bool others_continue();
 
-  /// Runs `work`. An exception in it leaves gradients incomplete, and the window must not be stepped with.
+  /// Runs `work`. An exception in it leaves gradients incomplete: the window must then be discarded.
   void or_spoil(c10::function_ref<void()> work);
 
  private:

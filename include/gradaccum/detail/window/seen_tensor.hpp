@@ -17,8 +17,8 @@ inline bool same_parameters(const std::vector<at::Tensor>& a, const std::vector<
   return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](auto& x, auto& y) { return x.is_same(y); });
 }
 
-/// A record of a tensor, possibly undefined, that does not keep its memory. It holds a weak reference, not an address,
-/// since a new tensor is often made where the old one lay.
+/// A record of a tensor, possibly undefined, that does not keep its memory. It holds a weak reference rather than an
+/// address, since new tensors often reuse the address of a freed one.
 class SeenTensor {
  public:
   explicit SeenTensor(const at::Tensor& tensor) : impl_(tensor.getIntrusivePtr()), defined_(tensor.defined()) {
@@ -28,22 +28,22 @@ class SeenTensor {
   bool defined() const { return defined_; }
   /// Returns true for the recorded tensor, even if it was written to.
   bool same(const at::Tensor& tensor) const {
-    // No other tensor has this address: a weak reference keeps the memory of its target from being used again.
+    // No other tensor has this address: a weak reference prevents its target's memory from being reused.
     return tensor.defined() == defined_ && (!defined_ || impl_._unsafe_get_target() == tensor.unsafeGetTensorImpl());
   }
-  /// Returns true for the recorded tensor if nothing has written to it (by its version counter, without a device).
+  /// Returns true for the recorded tensor if its version counter shows no write since. Does not synchronize.
   bool untouched(const at::Tensor& tensor) const {
     return same(tensor) && (!defined_ || version_of(tensor) == version_);
   }
-  /// Returns true if another tensor of the same layout has taken the place of the recorded one.
+  /// Returns true if another tensor of the same layout has replaced the recorded one.
   bool replaced(const at::Tensor& tensor) const {
     return defined_ && tensor.defined() && !same(tensor) && tensor.layout() == layout_;
   }
-  /// Returns true for the recorded tensor if it was written to once since, as by a backward that adds to it.
+  /// Returns true for the recorded tensor if it was written to exactly once since, as by a backward that adds to it.
   bool added_to(const at::Tensor& tensor) const {
     return defined_ && same(tensor) && version_of(tensor) == version_ + 1;
   }
-  /// Returns true for the recorded tensor if it has a version counter of its own: parts of one gradient share one.
+  /// Returns true for the recorded tensor if it does not share its version counter, as parts of one gradient do.
   bool counts_alone(const at::Tensor& tensor) const {
     return defined_ && same(tensor) && tensor.unsafeGetTensorImpl()->unique_version();
   }
@@ -59,8 +59,8 @@ class SeenTensor {
   std::uint32_t version_ = 0;
 };
 
-/// Hashes a few bytes of a tensor's memory, which most likely shows a write to the tensor, even one that bypasses
-/// LibTorch's version counters. 0 if the host cannot read the memory without waiting.
+/// Returns a hash of a few bytes of a tensor's memory, which very likely shows a write to the tensor, even one that
+/// bypasses LibTorch's version counters. Returns 0 if the host cannot read the memory without waiting.
 inline std::uint64_t sample_of(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.device().is_cpu() || tensor.layout() != at::kStrided || !tensor.has_storage() ||
       tensor.numel() == 0)

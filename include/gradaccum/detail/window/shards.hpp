@@ -16,12 +16,12 @@ class Optimizer;
 
 namespace gradaccum::detail {
 
-/// The division of an optimizer's parameters among processes. Each steps, and keeps moments of, its own pieces only.
+/// The division of an optimizer's parameters among ranks. Each rank steps, and keeps moments of, its own pieces only.
 ///
-/// A parameter is cut along its memory into a piece for each rank, of whole `unit`s but for the last one's end. One
-/// that is too small for that, or not contiguous, is the piece of one rank; so are all of an optimizer that looks at
-/// whole ones. The largest are divided first, and what remains goes to the rank with the least. The division depends on
-/// the parameters alone, so it is equal on all ranks.
+/// A parameter is cut along its memory into a piece per rank, in multiples of `unit` except at its end. A parameter
+/// that is too small for that, or not contiguous, goes to one rank as a whole; so do all parameters of an optimizer
+/// whose step needs whole parameters. The largest are divided first, and remainders go to the rank with the fewest
+/// bytes. The division depends on the parameters only, so it is equal on all ranks.
 class Shards {
  public:
   /// A range of a parameter's elements in memory, and its rank.
@@ -44,17 +44,17 @@ class Shards {
     for (auto& pieces : pieces_) number += pieces.size();
     return number;
   }
-  /// The pieces of a parameter in the order of memory, which is that of the ranks if it is cut.
+  /// Returns the pieces of a parameter in memory order, which is the order of ranks if it is cut.
   const std::vector<Piece>& pieces(std::size_t place) const { return pieces_[place]; }
   bool is_cut(std::size_t place) const { return pieces_[place].size() > 1; }
   bool any_is_cut() const { return number_of_pieces() > size(); }
-  /// This rank's piece, without elements if it has none.
+  /// Returns this rank's piece, without elements if it has none.
   Piece own_piece(std::size_t place) const {
     const auto& own = pieces(place)[is_cut(place) ? static_cast<std::size_t>(rank_) : 0];
     return own.rank == rank_ ? own : Piece{rank_, 0, 0};
   }
-  /// This rank's piece as a tensor that shares the parameter's memory; the parameter itself if it is not cut. It is
-  /// always one tensor, so that an optimizer can keep state for it.
+  /// Returns this rank's piece as a tensor that shares the parameter's memory; the parameter itself if it is not cut.
+  /// It is always the same tensor, so that an optimizer can keep state for it.
   const at::Tensor& own(std::size_t place) const { return own_[place]; }
   const std::vector<at::Tensor>& own() const { return own_; }
   /// Clears the gradients of pieces: they are views that no other code can clear.
@@ -62,13 +62,14 @@ class Shards {
     for (std::size_t place = 0; place < size(); ++place)
       if (!own_[place].is_same(parameters_[place])) own_[place].mutable_grad().reset();
   }
-  /// Returns a piece of a tensor of the parameter's size, itself if it is not cut, in its memory if it is contiguous.
+  /// Returns a piece of a tensor of the parameter's size: the tensor itself if the parameter is not cut, a view if it
+  /// is contiguous.
   at::Tensor part(std::size_t place, const Piece& piece, const at::Tensor& of) const {
     return is_cut(place) ? of.detach().reshape({-1}).narrow(0, piece.begin, piece.size()) : of;
   }
 
   void check_parameters(const std::vector<at::Tensor>& parameters) const;
-  /// Throws if the optimizer's parameters have changed, or moved in memory, or if it has state of whole parameters.
+  /// Throws if the optimizer's parameters or their memory have changed, or if it has state of whole parameters.
   void check(const torch::optim::Optimizer& optimizer) const;
 
   /// Runs `work`, after `check`, while the optimizer's groups hold `own` in place of the parameters.

@@ -11,7 +11,8 @@ namespace gradaccum::detail {
 
 class WindowGradients;
 
-/// Runs `backward`, and steps the parameters of `window` on the way. The window's factor and weights must be complete.
+/// Runs `backward`, and steps each parameter of `window` when its gradient arrives. The window's factor and weights
+/// must be complete.
 void step_in_backward(const std::shared_ptr<WindowGradients>& window, AnyOptimizer& optimizer,
                       c10::function_ref<void()> backward);
 

@@ -21,15 +21,15 @@ namespace gradaccum::detail {
 
 class Shards;
 
-/// The object behind a `Gradients` handle: one window's gradients, their deferred factor, and their measured norms. It
-/// holds gradients only if they are sums of its own, so gradients that the user clears are freed at once.
+/// The object behind a `Gradients` handle: one window's gradients, their deferred factor, and their norms. It holds
+/// only separate sums, not `.grad`, so gradients that the user clears are freed immediately.
 class WindowGradients : public std::enable_shared_from_this<WindowGradients> {
  public:
   enum class State {
     open,      // more micro-batches are to come
-    sending,   // other processes may be adding to its sums
-    complete,  // has all micro-batches, including those of other processes
-    applied,   // the gradients have their true size
+    sending,   // other ranks may be adding to its sums
+    complete,  // has all micro-batches, including other ranks'
+    applied,   // the factor was applied to the gradients
     spoiled,   // an exception left the gradients incomplete
     closed     // stepped, skipped or discarded
   };
@@ -38,10 +38,10 @@ class WindowGradients : public std::enable_shared_from_this<WindowGradients> {
 
   Gradients handle() { return Gradients(shared_from_this()); }
 
-  // Functions for the accumulator that owns the window, and for the exchange of its sums with other processes.
+  // Functions for the accumulator that owns the window, and for the exchange of its sums with other ranks.
   WindowSums& sums() { return sums_; }
   const std::vector<at::Tensor>& all_parameters() const { return sums_.parameters(); }
-  std::optional<at::ScalarType> accumulate_in = {};  ///< sums of narrower gradients are kept apart in this dtype
+  std::optional<at::ScalarType> accumulate_in = {};  ///< dtype of separate sums, for narrower gradients
   void fold_into_sum(std::size_t place) {
     if (!applied()) sums_.fold(place, accumulate_in);
   }
@@ -60,32 +60,32 @@ class WindowGradients : public std::enable_shared_from_this<WindowGradients> {
   bool complete() const { return state_ == State::complete || state_ == State::applied; }
   bool applied() const { return state_ == State::applied || was_applied_; }
   bool spoiled() const { return state_ == State::spoiled; }
-  /// Marks the sums so far as sent elsewhere: they cannot be read until the window is complete.
+  /// Marks the sums so far as sent to other ranks: they cannot be read until the window is complete.
   void set_elsewhere() { place_ = Place::elsewhere; }
   bool elsewhere() const { return place_ == Place::elsewhere; }
-  /// Replaces the window by this process's pieces, with their sums by parameter; undefined if there is none.
+  /// Replaces the window by this rank's pieces, with their sums by parameter; undefined if there is none.
   void divide(const Shards& shards, const std::vector<at::Tensor>& sums);
-  /// The norm of the gradients as they lie in memory, and whether all are finite: of this process's pieces, or of all.
+  /// The norm of the gradients before the factor, and whether all are finite: for this rank's pieces, or for all.
   struct Measure {
     double norm = 0;
     bool finite = true;
   };
   Measure measure();
-  /// Sets a function that waits for the other processes' measure; it runs when the measure is needed.
+  /// Sets a function that waits for the other ranks' measures. It runs when the result is needed.
   void set_measure_of_all(std::function<Measure()> of_all) { measure_of_all_ = std::move(of_all); }
   void wait_for_measure();
 
   // Functions for stepping in backward.
-  /// Makes a complete window of some of the parameters, with the same factor and mean, and has it looked at.
+  /// Returns a complete window of some of the parameters, with the same factor and mean, after checking it.
   std::shared_ptr<WindowGradients> part(const std::vector<std::size_t>& places);
-  /// The gradients that are not stepped yet: earlier micro-batches' sums that this backward did not reach.
+  /// Returns the gradients that are not stepped yet: earlier micro-batches' sums that this backward did not reach.
   std::shared_ptr<WindowGradients> rest() { return part(sums_.places()); }
-  /// Sets a function that looks at each part before it is stepped with.
+  /// Sets a function that checks each part before its step.
   void set_look_at_part(std::function<void(WindowGradients& part)> look) { look_at_part_ = std::move(look); }
   bool stepped() const { return stepped_; }
   void set_stepped() { stepped_ = true; }
   void close() { state_ = State::closed, sums_ = {}; }
-  /// Accumulates as a closed window did, and takes over the memory of its norms.
+  /// Takes the settings of a closed window, and the memory of its norms.
   void follow(WindowGradients& from) {
     accumulate_in = from.accumulate_in;
     if (from.measure_of_all_) return;
@@ -110,7 +110,7 @@ class WindowGradients : public std::enable_shared_from_this<WindowGradients> {
     for (auto place : sums_.places()) gradients.push_back(sums_[place]);
     return gradients;
   }
-  /// The number that `raw()` is still to be multiplied by: the factor and the mean over the window.
+  /// Returns the number by which `raw()` must be multiplied: the factor and the mean over the window.
   Multiplier multiplier() const;
   at::Tensor norm();
   at::Tensor clip(double max_norm);
@@ -118,17 +118,17 @@ class WindowGradients : public std::enable_shared_from_this<WindowGradients> {
   void set_norm_before_clipping(at::Tensor norm) { norm_before_clipping_ = std::move(norm); }
   at::Tensor found_inf();
   bool may_be_judged_on_device() const { return may_stay_on_device(factor_); }
-  /// Synchronizes, the only function that does. A closed window keeps the answer it had at its step. `beside`:
-  /// a 0-dim float64 tensor that is read in the same wait, if it is on the same device, and becomes one of the host.
+  /// Synchronizes; no other function does. A closed window returns the result from its step. `beside`: a 0-dim float64
+  /// tensor that is replaced by a host copy, read in the same wait if it is on the same device.
   bool overflowed(at::Tensor* beside = nullptr);
   at::Tensor judge_on_device() { return judged_on_device_ = found_inf(); }
   bool judged() const { return overflowed_ || judged_on_device_.defined(); }
   bool judged_on_device() const { return !overflowed_ && judged_on_device_.defined(); }
-  /// Applies the factor, and moves sums that are kept apart to `.grad`: any code may read and change them there.
+  /// Applies the factor, and moves separate sums to `.grad`. Any code may read and change them there.
   void apply();
 
  private:
-  /// The place of its sums: here; elsewhere, sent to other processes; or divided, a piece in each process.
+  /// The location of the sums: here; elsewhere, sent to other ranks; or divided, with a piece on each rank.
   enum class Place { here, elsewhere, divided };
 
   void check_open() const;
@@ -139,7 +139,7 @@ class WindowGradients : public std::enable_shared_from_this<WindowGradients> {
     return std::equal(measured_.begin(), measured_.end(), gradients.begin(), gradients.end(),
                       [](const SeenTensor& seen, const at::Tensor& gradient) { return seen.untouched(gradient); });
   }
-  /// True if the measure is of all processes' pieces.
+  /// Returns true if the measure is of all ranks' pieces.
   bool measured_of_all() const { return place_ == Place::divided && norms_.defined(); }
   void scale(const at::Tensor& norm, const Multiplier& by) const;
   bool measured_by_kernel() const { return device_kernels() && norms_.is_cuda(); }
@@ -150,15 +150,15 @@ class WindowGradients : public std::enable_shared_from_this<WindowGradients> {
   Factor factor_;
   double first_weight_ = 1.0, total_weight_ = 1.0;
   State state_ = State::complete;
-  bool was_applied_ = false;  // before it was spoiled
+  bool was_applied_ = false;  // the state before `spoiled` was `applied`
   Place place_ = Place::here;
-  bool stepped_ = false;                     // some parameters, whose gradients are gone
-  std::vector<SeenTensor> measured_;         // the gradients that the next two are of
-  at::Tensor norms_, found_inf_;             // of the gradients as they lie in memory
+  bool stepped_ = false;                     // some parameters were stepped, and their gradients freed
+  std::vector<SeenTensor> measured_;         // the gradients of the next two members
+  at::Tensor norms_, found_inf_;             // of the gradients before the factor
   StreamMemory norm_memory_;                 // may hold the norms
-  std::function<Measure()> measure_of_all_;  // while set, the norms are of this process's pieces
+  std::function<Measure()> measure_of_all_;  // while set, the norms are of this rank's pieces
   std::function<void(WindowGradients& part)> look_at_part_;
-  at::Tensor norm_, verdict_;  // the last norm; the finding for a scaler, even if the user mends .grad
+  at::Tensor norm_, verdict_;  // the last norm; the result for a scaler, even if the user repairs .grad
   at::Tensor norm_before_clipping_;
   std::optional<bool> overflowed_;
   at::Tensor judged_on_device_;

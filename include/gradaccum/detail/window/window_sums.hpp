@@ -16,17 +16,17 @@ namespace gradaccum::detail {
 
 class NameOf;
 
-/// The sum that backward has made for each parameter: in its `.grad`, or apart from it in a wider dtype.
+/// The sum of each parameter's gradients: in its `.grad`, or separately in a wider dtype.
 class WindowSums {
  public:
-  /// Sums by name: `grad.0.weight`, or `sum.0.weight` if it is kept apart; for a sparse one its indices and values.
+  /// Sums by name: `grad.0.weight`, or `sum.0.weight` if stored separately; for a sparse sum its indices and values.
   using Named = std::map<std::string, at::Tensor>;
   /// Saved sums of each parameter; undefined if there is none.
   struct Loaded {
     std::vector<at::Tensor> in_grad, apart;
   };
 
-  /// Sets the parameters, each once however often it is listed. Parameters that stay keep their sums.
+  /// Sets the parameters, without duplicates. Parameters that were set before keep their sums.
   void set_parameters(const std::vector<at::Tensor>& parameters);
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
   std::size_t size() const { return parameters_.size(); }
@@ -47,8 +47,8 @@ class WindowSums {
     return places;
   }
 
-  /// Adds a gradient to its sum that is kept apart; if there is none, a gradient narrower than `dtype` begins one in
-  /// that dtype. Frees `.grad`, so that the next backward need not add to it.
+  /// Adds a gradient to its separate sum; if there is none, a gradient narrower than `dtype` starts one in that dtype.
+  /// Frees `.grad`, so that the next backward does not add to it.
   void fold(std::size_t place, std::optional<at::ScalarType> dtype);
   /// Moves all sums out of `.grad`, where other code could clear them.
   void move_apart() {
@@ -59,7 +59,7 @@ class WindowSums {
       gradient.reset();
     }
   }
-  /// Moves sums that are kept apart to `.grad` once they have their true size: any code may read and change them there.
+  /// Moves separate sums to `.grad` after the factor was applied. Any code may read and change them there.
   void become_gradients() {
     for (std::size_t i = 0; i < size(); ++i) {
       if (!apart_[i].defined()) continue;
@@ -67,7 +67,7 @@ class WindowSums {
       apart_[i].reset();
     }
   }
-  /// Returns the sums of these parameters, and moves those that are kept apart.
+  /// Returns the sums of these parameters. Moves separate sums out of this object.
   WindowSums part(const std::vector<std::size_t>& places) {
     WindowSums part;
     for (auto place : places) {
@@ -78,7 +78,7 @@ class WindowSums {
   }
 
   Named named(const NameOf& name_of) const;
-  /// Checks what `named` returned; `lenient`: leaves out what does not fit.
+  /// Checks a result of `named`. `lenient`: leaves out sums that do not fit.
   Loaded load(Named named, const NameOf& name_of, bool lenient) const;
   void set(const Loaded& sums) {
     for (std::size_t i = 0; i < size(); ++i) parameters_[i].mutable_grad() = sums.in_grad[i];
@@ -87,7 +87,7 @@ class WindowSums {
   Loaded copies() const;
 
  private:
-  std::vector<at::Tensor> parameters_, apart_;  // apart: if undefined, `.grad` is the sum
+  std::vector<at::Tensor> parameters_, apart_;  // apart_: separate sums; if undefined, `.grad` is the sum
 };
 
 }  // namespace gradaccum::detail

@@ -48,8 +48,8 @@ __device__ void run_round(Block& thread, int round, typename Block::Shared& shar
   ((thread.template run_phase<phases>(round, shared), wait_for_others<Block>()), ...);
 }
 
-/// The number of blocks that must fit into a multiprocessor at once, which limits the registers of each; 0: the compiler
-/// chooses both, and fewer registers than with 1.
+/// The number of blocks that must fit into a multiprocessor together, which limits the registers of each; 0: the
+/// compiler chooses both, and fewer registers than with 1.
 template <class Block>
 constexpr int blocks_together() {
   int blocks = 1;

@@ -12,8 +12,8 @@
 
 #include <gradaccum/detail/kernels/on_device.hpp>
 
-/// The arguments of device kernels. As they are passed by value, a launch copies nothing to the device and waits for
-/// nothing, and a CUDA graph records them. CUDA compilers read this file, so it includes nothing from ATen.
+/// The arguments of device kernels. They are passed by value, so a launch neither copies to the device nor waits, and a
+/// CUDA graph records them. CUDA compilers read this file, so it includes nothing from ATen.
 namespace gradaccum::detail {
 
 /// The limit for a kernel's arguments in bytes, with drivers of CUDA 12.1 and newer.
@@ -38,7 +38,7 @@ GRADACCUM_ON_DEVICE inline std::int64_t elements_from(std::int64_t first, std::i
   return count - first < elements_of_block ? count - first : elements_of_block;
 }
 
-/// The tensors of one launch, whose thread blocks are numbered consecutively. `Of` has what kernels need of a tensor,
+/// The tensors of one launch, whose thread blocks are numbered consecutively. `Of` has a kernel's data for a tensor,
 /// and the number of its `blocks()`.
 template <class Of, std::size_t most>
 struct Tensors {
@@ -93,8 +93,8 @@ struct StepLaunch {
   Tensors<SteppedElements, 400> tensors;
 };
 
-/// The division of a tensor among Adafactor's thread blocks, which pass over it several times. It, and the order of all
-/// sums, depend only on the tensor's shape.
+/// The division of a tensor among Adafactor's thread blocks, which pass over it several times. The division and the
+/// order of all sums depend only on the tensor's shape.
 ///
 /// A vector is divided like a matrix of 256 columns whose last row may be short. Large matrices are divided into tiles,
 /// one per thread block; each small matrix belongs to a single thread.
@@ -127,7 +127,7 @@ class AdafactorShape {
   }
   GRADACCUM_ON_DEVICE std::int64_t columns() const { return columns_; }
 
-  /// The number of threads in a row of a tile, each with a pack of columns. A power of 2 avoids divisions.
+  /// Returns the number of threads in a row of a tile, each with a pack of columns. A power of 2 avoids divisions.
   GRADACCUM_ON_DEVICE int threads_of_row() const { return 1 << log_threads_of_row_; }
   GRADACCUM_ON_DEVICE std::int64_t rows_of_tile() const { return packs_of_tile >> log_threads_of_row_; }
   GRADACCUM_ON_DEVICE std::int64_t row_tiles() const { return ceil_div(rows() << log_threads_of_row_, packs_of_tile); }
@@ -139,15 +139,16 @@ class AdafactorShape {
     return is_small() ? ceil_div(matrices_, threads_of_block) : matrices_ * row_tiles() * column_tiles();
   }
 
-  /// Thread blocks that update the averages of a large matrix: first its rows', then its columns'.
+  /// Returns the number of thread blocks that update the averages of a large matrix: first its rows', then its
+  /// columns'.
   GRADACCUM_ON_DEVICE std::int64_t blocks_of_rows() const { return ceil_div(rows(), averages_of_rows); }
   GRADACCUM_ON_DEVICE std::int64_t blocks_of_lines() const {
     return blocks_of_rows() + ceil_div(columns_, averages_of_columns);
   }
   GRADACCUM_ON_DEVICE std::int64_t blocks_of_averages() const { return is_large() ? matrices_ * blocks_of_lines() : 0; }
 
-  /// The number of sums of squares, in the state's type: for each row one per tile beside it, for each column one per
-  /// tile below it. The first of them later become factors.
+  /// Returns the number of sums of squares, in the state's type: for each row one per tile that it crosses, and
+  /// likewise for each column. The first of them later become factors.
   GRADACCUM_ON_DEVICE std::int64_t row_sums() const { return is_vector() ? 0 : matrices_ * lines_ * column_tiles(); }
   GRADACCUM_ON_DEVICE std::int64_t column_sums() const { return is_vector() ? 0 : matrices_ * columns_ * row_tiles(); }
 
@@ -166,7 +167,7 @@ class AdafactorShape {
   std::int64_t columns_ = 0;
 };
 
-/// Intermediate results that the kernels of a step pass on in device memory.
+/// Intermediate results that a step's kernels pass to the next ones in device memory.
 struct AdafactorMemory {
   GRADACCUM_ON_DEVICE AdafactorMemory(const AdafactorShape& shape, void* memory)
       : step(static_cast<double*>(memory)),
@@ -243,7 +244,7 @@ struct WindowNorm {
 struct WindowNormLaunch {
   const double* norms;
   std::int64_t count;
-  DeviceMultiplier by;  ///< factor that gradients are still to be multiplied by
+  DeviceMultiplier by;  ///< deferred factor of the gradients
   double max_norm;      ///< the norm to which gradients are clipped
   WindowNorm* result;
 };

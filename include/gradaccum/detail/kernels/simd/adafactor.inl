@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The arithmetic of an Adafactor step for each element, row and column. Included by kernels.ipp for each instruction
-// set, and wherever device kernels are compiled.
+// set, and by device kernels.
 //
 // The update is g * scale, with scale = 1 / sqrt(estimate). A matrix's scale is the product of a row factor and a
 // column factor; a vector's is computed from its variance. Row factors, and so the scales, are negative here: `larger`

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Steps of SGD, and of Adam or AdamW, in one pass. Included by kernels.ipp for each instruction set, and wherever
-// device kernels are compiled.
+// Steps of SGD, and of Adam or AdamW, in one pass. Included by kernels.ipp for each instruction set, and by device
+// kernels.
 
 /// The array's elements from `from` on, null if there is no array.
 template <class T>
