@@ -31,6 +31,9 @@
 #include <gradaccum/impl/optimizers/param_states.ipp>
 #include <gradaccum/impl/optimizers/steps.ipp>
 #include <gradaccum/impl/parallel/connections.ipp>
+#include <gradaccum/impl/parallel/heartbeat.ipp>
+#include <gradaccum/impl/parallel/process_group.ipp>
+#include <gradaccum/impl/parallel/rendezvous.ipp>
 #include <gradaccum/impl/parallel/replicas.ipp>
 #include <gradaccum/impl/scaling/amp_scaler.ipp>
 #include <gradaccum/impl/state/archive.ipp>

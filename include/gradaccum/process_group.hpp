@@ -102,5 +102,5 @@ struct ReplicasOptions {
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/parallel/connections.ipp>
+#include <gradaccum/impl/parallel/process_group.ipp>
 #endif

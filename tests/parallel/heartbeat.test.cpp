@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
-#include <gradaccum/detail/parallel/connections.hpp>
+#include <gradaccum/detail/parallel/heartbeat.hpp>
 
 #include "support/relay.hpp"
 

@@ -2,6 +2,7 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/detail/parallel/connections.hpp>
+#include <gradaccum/detail/parallel/rendezvous.hpp>
 #include <gradaccum/detail/parallel/replica_communicator.hpp>
 #include <gradaccum/process_group.hpp>
 
