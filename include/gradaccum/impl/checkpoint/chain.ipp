@@ -240,7 +240,7 @@ class StageMeasurement {
                                  /*allow_unused=*/true);
   }
 
-  /// Excludes gradients of parameters, except those that share the memory of a gradient passed through the stage.
+  /// Excludes gradients of parameters, except if they share the memory of a gradient passed through the stage.
   void exclude_parameters(AllocationLog& log, const std::vector<at::Tensor>& gradients,
                           const WeakStorage& output_gradient) {
     const c10::StorageImpl* input_gradient = nullptr;
@@ -272,7 +272,7 @@ class StageMeasurement {
   std::vector<at::Tensor> sources_;
 };
 
-/// Returns the number of owners of a tensor plus those of its memory.
+/// Returns the number of owners of a tensor plus the number of owners of its memory.
 GRADACCUM_INLINE std::size_t owners(const at::Tensor& tensor) {
   TORCH_CHECK(
       tensor.defined() && tensor.has_storage(),
@@ -358,7 +358,7 @@ GRADACCUM_INLINE Schedule by_module(const Schedule& schedule, const Stages& stag
 /// Properties that determine the memory of a forward and backward pass.
 struct PlanScope {
   std::vector<std::int64_t> sizes, properties;
-  std::size_t dimensions;  // of the input; those of the context follow
+  std::size_t dimensions;  // of the input; the context's follow
 
   /// Returns an upper bound for the bytes of `other` relative to this: 1 if no dimension is larger, infinity if not
   /// only sizes differ. Assumes at most quadratic growth with a dimension, as of attention with the length. A dimension

@@ -264,7 +264,7 @@ GRADACCUM_INLINE void check_no_constants(const torch::jit::Graph& graph, const A
 }
 
 /// Finds reads of values on the host, whose results would become constants. An operation that is recorded whole may
-/// read them, as every step runs it anew.
+/// read them, as every step runs it again.
 ///
 /// Allows nn::MultiheadAttention to compare query and key, then key and value: for one tensor the answer is known, and
 /// the branch for different tensors is right for equal ones, too.

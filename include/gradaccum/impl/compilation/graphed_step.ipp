@@ -290,7 +290,8 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
     std::int64_t uses = 0, checks = 0;
     bool reads_values = true;  ///< false if it does not read the tensors that are on the CPU
   };
-  /// Number of batches of a layout that also run by the objective. The second reveals numbers that C++ computes anew.
+  /// Number of batches of a layout that also run by the objective. The second reveals numbers that C++ computes for
+  /// each step.
   static constexpr std::int64_t checks = 2;
 
   std::string why_eager(const std::vector<at::Tensor>& batch) const {

@@ -192,7 +192,7 @@ GRADACCUM_INLINE double tolerance_of(const StepModel& model, const at::Tensor& l
   const auto count = [&bytes](const caffe2::TypeMeta dtype) {
     if (at::isFloatingType(dtype.toScalarType())) bytes = std::min(bytes, dtype.itemsize());
   };
-  for (const auto* const tensors : {&model.parameters, &model.buffers})  // autograd does not see those that are frozen
+  for (const auto* const tensors : {&model.parameters, &model.buffers})  // autograd does not see frozen ones
     for (auto& tensor : *tensors) count(tensor.dtype());
   for_each_node(loss, [&](torch::autograd::Node& node) {
     for (std::uint32_t i = 0; i < node.num_inputs(); ++i)
@@ -766,7 +766,7 @@ class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
   /// True if a step synchronizes with its device, to read the seed of a float16 loss.
   bool waits() const { return in_float16_; }
 
-  /// Returns the graph for a batch's layout among those that `fits`; null if there is none.
+  /// Returns the graph for a batch's layout that `fits` accepts; null if there is none.
   const StepGraph* find(const std::vector<at::Tensor>& batch,
                         c10::function_ref<bool(const GraphDescription&)> fits) const {
     const auto find = [&](const std::string& text, std::string GraphDescription::*of) -> const StepGraph* {

@@ -55,8 +55,7 @@ GRADACCUM_INLINE NoFileSizeSignal::NoFileSizeSignal() {
   ::pthread_sigmask(SIG_BLOCK, &signals, &before_);
 }
 
-/// Consumes a signal that came meanwhile: the system sends it to the writing thread, where it stays pending while
-/// blocked.
+/// Consumes a pending signal: the system sends it to the thread that writes, where it waits while it is blocked.
 GRADACCUM_INLINE NoFileSizeSignal::~NoFileSizeSignal() {
   const int error = errno;
   const auto signals = file_size_signal();
@@ -199,8 +198,7 @@ GRADACCUM_INLINE void OutputFile::write(const void* data, std::size_t size) {
       use_cache();  // for the end of the file, or after a short write
     const auto written =
         descriptor_.write(bytes, direct_ ? std::min(size / block * block, direct_chunk) : std::min(size, chunk));
-    if (written == 0 && direct_ &&
-        (errno == EINVAL || errno == EOPNOTSUPP || errno == EFAULT)) {  // for example larger blocks
+    if (written == 0 && direct_ && (errno == EINVAL || errno == EOPNOTSUPP || errno == EFAULT)) {  // e.g. larger blocks
       use_cache();
       continue;
     }

@@ -282,7 +282,7 @@ class GradientExchange : public GradReadyListener {
   bool begun_ = false;
 };
 
-/// Reduce-scatters gradients: each rank keeps only the sums of its own pieces.
+/// Reduce-scatters gradients: each rank keeps only the sums for its pieces.
 ///
 /// A gradient is freed when it is sent. One that fills its bucket alone is sent in place; smaller ones are copied
 /// together, larger ones in parts. Each rank receives the other ranks' gradients of its pieces, and sums them in rank

@@ -256,7 +256,7 @@ struct Profiler::Parts {
   }
 };
 
-/// Starts LibTorch's profiler on this thread and those of its backward passes.
+/// Starts LibTorch's profiler on this thread and on the threads of its backward passes.
 GRADACCUM_INLINE Profiler::Profiler(ProfilerOptions options)
     : parts_(new Parts{.directory = std::move(options.directory)}) {
   namespace kineto = torch::autograd::profiler;

@@ -52,7 +52,8 @@ GRADACCUM_INLINE bool same_values(const Archive::Values& a, const Archive::Value
   });
 }
 
-/// Compares two options. Those of users' classes are compared by learning rate, and by values if they can be archived.
+/// Compares two options. Options of users' classes are compared by learning rate, and by values if they can be
+/// archived.
 GRADACCUM_INLINE bool same_options(const torch::optim::OptimizerOptions& a, const torch::optim::OptimizerOptions& b) {
   using namespace torch::optim;
   std::optional<bool> same;
@@ -86,7 +87,7 @@ GRADACCUM_INLINE torch::Tensor OptimizerFacade::step(LossClosure closure) {
 
 GRADACCUM_INLINE void OptimizerFacade::save(torch::serialize::OutputArchive& archive) const {
   check_saving_();
-  const_cast<OptimizerFacade*>(this)->synchronize();  // includes what was set just now
+  const_cast<OptimizerFacade*>(this)->synchronize();  // includes options that were just set
   wrapped_.save(archive);
 }
 

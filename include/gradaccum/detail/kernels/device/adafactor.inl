@@ -19,7 +19,7 @@ GRADACCUM_ON_DEVICE inline void fold(double* numbers) {
 GRADACCUM_ON_DEVICE inline double folded(const double* numbers) { return sum_of(numbers, 0, numbers_of_fold, 1); }
 
 /// The part of a tensor that a thread block handles: a tile of a vector or large matrix, or several small matrices,
-/// whose elements are divided among the threads like those of a vector.
+/// whose elements are divided among the threads like a vector's.
 template <class S>
 struct AdafactorTile : AdafactorEntry {
   AdafactorNumbers numbers;

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//
-// The kernels for CUDA devices. Compiled without contraction to fused multiply-adds, to round as on the CPU.
+// Defines the kernels for CUDA devices. Compiled without contraction to fused multiply-adds, to round as on the CPU.
 
 #include <gradaccum/detail/kernels/device/launch.hpp>
 #include <gradaccum/detail/kernels/numbers.hpp>
@@ -48,8 +47,8 @@ __device__ void run_round(Block& thread, int round, typename Block::Shared& shar
   ((thread.template run_phase<phases>(round, shared), wait_for_others<Block>()), ...);
 }
 
-/// The number of blocks that must fit into a multiprocessor at once, which limits the registers of each; 0: the compiler
-/// chooses both, and fewer registers than with 1.
+/// The number of blocks that must fit into a multiprocessor together, which limits the registers of each; 0: the
+/// compiler chooses both, and fewer registers than with 1.
 template <class Block>
 constexpr int blocks_together() {
   int blocks = 1;

@@ -90,8 +90,7 @@ class StepBlock {
 };
 
 // The 8-bit codes of a DynamicMap, one number at a time in few instructions, since on a device they take longer than a
-// step's memory accesses. Codes and numbers equal those of DynamicCodes to the bit, where all numbers of a block are
-// finite.
+// step's memory accesses. Codes and numbers equal DynamicCodes' to the bit if all numbers of a block are finite.
 
 GRADACCUM_ON_DEVICE inline std::uint32_t bits_of(float number) { return std::bit_cast<std::uint32_t>(number); }
 GRADACCUM_ON_DEVICE inline float number_of(std::uint32_t bits) { return std::bit_cast<float>(bits); }
@@ -102,7 +101,7 @@ GRADACCUM_ON_DEVICE inline std::uint32_t magnitude_bits(float number) { return b
 GRADACCUM_ON_DEVICE inline float finite_or_nan(std::uint32_t bits) {
   return number_of(bits < 0x7F800000 ? bits : 0x7FC00000);
 }
-/// The largest of the numbers that the threads of this warp have stored in `numbers`, each at its own place.
+/// Returns the largest of the numbers that the threads of this warp have stored in `numbers`, each at its own index.
 GRADACCUM_ON_DEVICE inline std::uint32_t largest_of_warp(const std::uint32_t* numbers) {
 #if !defined(__CUDA_ARCH__)
   const auto* const first = numbers + this_thread() / 32 * 32;
@@ -120,8 +119,8 @@ GRADACCUM_ON_DEVICE inline std::uint32_t largest_of_warp(const std::uint32_t* nu
 }
 
 /// The bits of sqrt() and `/`, for ordinary numbers: without branches for extreme ones, which would keep a thread from
-/// computing several at a time. The steps are those of the compiler's own code between its branches. x: 0, or at least
-/// 2^-101 and finite.
+/// computing several at a time. The steps equal the compiler's code between its branches. x: 0, or at least 2^-101 and
+/// finite.
 GRADACCUM_ON_DEVICE inline float root_of_ordinary(float x) {
 #ifdef __CUDA_ARCH__
   float inverse;

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//
-// The arithmetic of an Adafactor step for each element, row and column. Included by kernels.ipp for each instruction
-// set, and wherever device kernels are compiled.
+// Computes an Adafactor step for each element, row and column. Included by kernels.ipp for each instruction set, and by
+// files that compile device kernels.
 //
 // The update is g * scale, with scale = 1 / sqrt(estimate). A matrix's scale is the product of a row factor and a
 // column factor; a vector's is computed from its variance. Row factors, and so the scales, are negative here: `larger`
@@ -20,7 +19,7 @@ struct AdafactorSquares {
   mutable Vector sum = Vector::all(0);
 };
 
-/// The moving average of the squared gradient: of the means of row or column sums, or of a vector's elements.
+/// Returns the moving average of the squared gradient: of the means of row or column sums, or of a vector's elements.
 template <class Vector>
 struct AdafactorVariance {
   GRADACCUM_ON_DEVICE explicit AdafactorVariance(const AdafactorNumbers& by, std::int64_t count = 1)
@@ -55,7 +54,7 @@ struct AdafactorFactor {
   Vector numerator;
 };
 
-/// The scale of an update: from a row's factor and column factors, or from a vector's variance.
+/// Returns the scale of an update: from a row's factor and column factors, or from a vector's variance.
 template <class Vector, bool factored>
 struct AdafactorScale {
   template <class S>
@@ -67,7 +66,7 @@ struct AdafactorScale {
   Vector row, lowest;
 };
 
-/// The scaled gradient, negative since scales are.
+/// Returns the scaled gradient, which is negative because scales are.
 template <class Vector, bool factored>
 struct AdafactorUpdate {
   GRADACCUM_ON_DEVICE explicit AdafactorUpdate(const AdafactorNumbers& by, double row = -1)
@@ -81,7 +80,7 @@ struct AdafactorUpdate {
   Vector multiplier;
 };
 
-/// Updates a parameter. No plain sum takes a product, which a compiler might or might not contract.
+/// Updates a parameter. Adds no product with a plain `+`, which a compiler might or might not contract.
 template <class Vector, bool factored>
 struct AdafactorApply {
   GRADACCUM_ON_DEVICE explicit AdafactorApply(const AdafactorNumbers& by)

@@ -76,7 +76,7 @@ inline Doubles multiply_add(Doubles a, Doubles b, Doubles c) { return {_mm256_fm
 inline Doubles square_root(Doubles a) { return {_mm256_sqrt_pd(a.v)}; }
 inline Doubles larger(Doubles a, Doubles b) { return {_mm256_max_pd(a.v, b.v)}; }
 
-/// 32-bit integers, as many as there are floats.
+/// 32-bit integers, with the same number of lanes as floats.
 struct Ints {
   static Ints all(int x) { return {_mm256_set1_epi32(x)}; }
   static Ints load(const std::uint8_t* from) {

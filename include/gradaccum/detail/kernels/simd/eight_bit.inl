@@ -52,8 +52,8 @@ class DynamicCodes {
   Table base_, slope_, edge_, first_, last_, scale_, offset_, middle_, spread_;
 };
 
-/// The largest magnitude in a block; NaN if one of its numbers is not finite. Compares bits, whose order is that of the
-/// magnitudes: a comparison of floats may miss NaN.
+/// Finds the largest magnitude in a block; NaN if one of its numbers is not finite. Compares bits, which are ordered
+/// like magnitudes: a comparison of floats may miss NaN.
 class Largest {
  public:
   GRADACCUM_ON_DEVICE Largest() : most_(Ints::all(0)) {}  // g++ compiles an implicit one for the program's target

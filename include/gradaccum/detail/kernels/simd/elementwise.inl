@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//
-// Steps of SGD, and of Adam or AdamW, in one pass. Included by kernels.ipp for each instruction set, and wherever
-// device kernels are compiled.
+// Steps of SGD, and of Adam or AdamW, in one pass. Included by kernels.ipp for each instruction set, and by files that
+// compile device kernels.
 
-/// The array's elements from `from` on, null if there is no array.
+/// Returns the array's elements from `from` on; null if there is no array.
 template <class T>
 GRADACCUM_ON_DEVICE T* elements(void* array, std::int64_t from) {
   return array ? static_cast<T*>(array) + from : nullptr;

@@ -85,7 +85,7 @@ GRADACCUM_ON_DEVICE inline Ints bits_of(const Floats& a) {
   return bits;
 }
 /// Rounds towards 0. NaN and numbers beyond 32 bits become the smallest integer, as with the processors' instructions;
-/// told by bits, because -ffast-math takes a comparison with NaN for either answer.
+/// bits are compared, because with -ffast-math a comparison with NaN may give either result.
 GRADACCUM_ON_DEVICE inline Ints truncated(const Floats& a) {
   constexpr std::int32_t bits_of_2_to_31 = 0x4f000000;
   auto result = bits_of(a);

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//
-// Selects kernels by the dtypes of their operands, and rounds stochastically. Included wherever kernels are.
+// Selects kernels by the dtypes of their operands, and rounds stochastically. Included by every file with kernels.
 
 /// Returns `Of<P, G, rounded>::run` for the dtypes of a parameter, except float64, and its gradient, which may be
 /// float32 for 16-bit parameters. `rounded`: rounds bfloat16 parameters stochastically.
@@ -19,8 +18,8 @@ Function* of_types(at::ScalarType parameter, at::ScalarType gradient, bool round
   return of_narrow_types<Function, Of>(parameter, gradient, rounded);
 }
 
-/// Turns the `bits` of float32 numbers into those of bfloat16, rounded up or down at random without bias. The random
-/// bits are a hash of `key` and of each number's position. `Bits` is a 32-bit unsigned integer or a vector of the
+/// Converts the `bits` of float32 numbers to bfloat16 bits, rounded up or down at random without bias. The random bits
+/// are a hash of `key` and of each number's position. `Bits` is a 32-bit unsigned integer or a vector of the
 /// compiler's.
 template <class Bits>
 GRADACCUM_ON_DEVICE void round_stochastically(Bits& bits, const Bits& places, std::uint32_t upper_bits_of_places,
