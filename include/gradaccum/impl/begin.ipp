@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//
-// Each file of definitions includes this last, and takes GRADACCUM_INLINE back at its end: no program sees the macro. So
-// does a header with virtual functions that are defined in such a file. A class whose first one is not inline where it is
-// declared has a table of virtual functions, and with it all that they call, in each program that includes its header.
+// Each file of definitions includes this last, and undefines GRADACCUM_INLINE at its end, so that programs do not see
+// the macro. A header that declares virtual functions defined in such a file does the same: unless the first of them is
+// declared inline, each program that includes it would contain the table of virtual functions and all functions that
+// they call.
 #include <gradaccum/detail/build/inline.hpp>
 
 #ifdef GRADACCUM_COMPILED

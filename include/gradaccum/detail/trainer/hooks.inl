@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//
-// GRADACCUM_HOOK(name, signature, form) for each hook of a policy, in the order of calls. A file that needs one thing of
-// each hook defines the macro, includes this list, which has no include guard, and undefines the macro.
+// GRADACCUM_HOOK(name, signature, form) for each hook of a policy, in the order of calls. To generate code for each
+// hook, define the macro, include this list, which has no include guard, and undefine the macro.
 
 GRADACCUM_HOOK(attach, void(TrainerBase&), "attach(ga::Trainer<…>&): take auto&")
 GRADACCUM_HOOK(fit_scope, std::shared_ptr<void>(std::shared_ptr<void>), "fit_scope(), and give the guard back")

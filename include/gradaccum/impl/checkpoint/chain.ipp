@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// CheckpointedSequential: plans within a number of bytes, measures its stages, runs forward and backward by the plan.
+// Implements CheckpointedSequential: measures stages, plans within a memory budget, and runs by the plan.
 #pragma once
 
 #include <gradaccum/checkpointed_sequential.hpp>
@@ -117,7 +117,7 @@ class StopWatch {
 /// and the output of a chain's last stage.
 class StageMeasurement {
  public:
-  /// `layout` is that of the output's gradient; if undefined, the output's own.
+  /// `layout`: the layout of the output's gradient; if undefined, the output's layout.
   StageMeasurement(Stage& stage, const at::Tensor& input, const at::Tensor& context, const at::Tensor& layout,
                    bool last, const CheckpointOptions& options)
       : gradient_layout(layout), stage_(stage), input_(input), context_(context), last_(last), options_(options) {
@@ -151,12 +151,12 @@ class StageMeasurement {
       if (state->before.defined()) cost.buffers += bytes;
     }
     if (cost.ways[1].held >= cost.ways[0].held) cost.ways.pop_back();
-    for (auto& way : cost.ways)  // takes no longer than all of forward, but for noise
+    for (auto& way : cost.ways)  // at most all of forward, apart from noise
       way.again_seconds = std::min(way.again_seconds, cost.forward_seconds);
     return cost;
   }
 
-  /// The input of the next stage.
+  /// Returns the input of the next stage.
   at::Tensor output() {
     const at::NoGradGuard keep_nothing;
     return stage_.forward(0, input_, context_).requires_grad_(output_requires_grad_);
@@ -219,7 +219,7 @@ class StageMeasurement {
     WeakStorage output_gradient = output.storage().getWeakStorageImpl();  // a stand-in until backward makes it
     const auto source = GradientSource::apply(output, gradient_layout, &output_gradient);
     log.exclude(source);
-    output.reset();  // from here on only operations that need it own it
+    output.reset();  // from now on only operations that need it own it
     const auto begin = log.now();
     const StopWatch watch(input_.device());
     const auto gradients = gradients_without_hooks(source);
@@ -228,7 +228,7 @@ class StageMeasurement {
     return {log.between(begin, log.now()), seconds};
   }
 
-  /// Removes the hooks of leaves meanwhile, so that they do not see gradients that are only measured.
+  /// Computes gradients with the hooks of leaves removed, so that they do not see gradients that are only measured.
   std::vector<at::Tensor> gradients_without_hooks(const at::Tensor& root) {
     std::vector<std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>>> hooks(sources_.size());
     const auto exchange = [&](std::size_t i) { std::swap(torch::autograd::impl::hooks(sources_[i]), hooks[i]); };
@@ -240,7 +240,7 @@ class StageMeasurement {
                                  /*allow_unused=*/true);
   }
 
-  /// Excludes gradients of parameters, except those that share the memory of a gradient passed through the stage.
+  /// Excludes gradients of parameters, except if they share the memory of a gradient passed through the stage.
   void exclude_parameters(AllocationLog& log, const std::vector<at::Tensor>& gradients,
                           const WeakStorage& output_gradient) {
     const c10::StorageImpl* input_gradient = nullptr;
@@ -272,7 +272,7 @@ class StageMeasurement {
   std::vector<at::Tensor> sources_;
 };
 
-/// The number of owners of a tensor and of its memory.
+/// Returns the number of owners of a tensor plus the number of owners of its memory.
 GRADACCUM_INLINE std::size_t owners(const at::Tensor& tensor) {
   TORCH_CHECK(
       tensor.defined() && tensor.has_storage(),
@@ -287,7 +287,7 @@ GRADACCUM_INLINE Stages merged(const Stages& stages, const at::Tensor& input, co
   const TensorVersion input_version(activations);
   bool output_is_kept = true, has_gradients = false;
   for (auto stage : stages) {
-    if (activations.requires_grad()) activations = GradientSink::apply(activations);  // a leaf has another owner
+    if (activations.requires_grad()) activations = GradientSink::apply(activations);  // a leaf has one more owner
     const auto before = owners(activations);
     const TensorVersion version(activations);
     auto output = stage.forward(0, activations, context);
@@ -314,7 +314,7 @@ GRADACCUM_INLINE StageCosts costs_of(Stages& stages, const at::Tensor& input, co
   StageCosts costs(stages.size());
   std::vector<at::Tensor> gradient_layouts(stages.size());
   bool first_has_gradients = true, surprised = true;
-  // Repeats with the layouts of gradients that the following stages turned out to produce.
+  // Repeats with the layouts of gradients that the following stages were found to produce.
   for (int pass = 0; pass < 3 && surprised; ++pass) {
     surprised = false;
     auto activations = input;
@@ -355,14 +355,14 @@ GRADACCUM_INLINE Schedule by_module(const Schedule& schedule, const Stages& stag
   return modules;
 }
 
-/// The properties on which the memory of a forward and backward pass depends.
+/// Properties that determine the memory of a forward and backward pass.
 struct PlanScope {
   std::vector<std::int64_t> sizes, properties;
-  std::size_t dimensions;  // of the input; those of the context follow
+  std::size_t dimensions;  // of the input; the context's follow
 
-  /// Returns how many times as many bytes `other` takes at most: 1 if no dimension is larger, infinity if more than
-  /// sizes differ. Bytes grow with the square of a dimension at most, as attention's do with the length. A dimension
-  /// of the context that grows as one of the input is that one.
+  /// Returns an upper bound for the bytes of `other` relative to this: 1 if no dimension is larger, infinity if not
+  /// only sizes differ. Assumes at most quadratic growth with a dimension, as of attention with the length. A dimension
+  /// of the context that changes like one of the input is taken for the same.
   double growth(const PlanScope& other) const {
     if (properties != other.properties) return std::numeric_limits<double>::infinity();
     double factor = 1;
@@ -379,7 +379,8 @@ struct PlanScope {
   }
 };
 
-/// Dimensions from the outermost in memory to the innermost. Operations copy inputs that they need in another order.
+/// Returns the dimensions from the outermost in memory to the innermost. Operations copy inputs that they need in
+/// another order.
 GRADACCUM_INLINE std::vector<std::int64_t> order_in_memory(const at::Tensor& tensor) {
   if (tensor.layout() != at::kStrided || tensor.is_contiguous()) return {};
   std::vector<std::int64_t> order(static_cast<std::size_t>(tensor.dim()));
@@ -406,7 +407,7 @@ GRADACCUM_INLINE PlanScope scope_of(const Stages& stages, const at::Tensor& inpu
   return scope;
 }
 
-/// The plan of a chain for one kind of input, and for larger ones that take at most `growth` times the bytes.
+/// Plan of a chain for one kind of input, and for larger inputs that need at most `growth` times the bytes.
 struct ChainPlan {
   PlanScope scope;
   std::shared_ptr<Stages> stages;
@@ -417,8 +418,8 @@ struct ChainPlan {
   CheckpointPlan description = {};
 };
 
-/// Finds what Functionals' lambdas write to besides registered buffers, as the statistics of a BatchNorm that one
-/// captures, by a pass without gradients whose writes are undone.
+/// Finds tensors that lambdas of Functionals write to and that are not registered buffers, such as statistics of a
+/// captured BatchNorm. Runs a pass without gradients, and undoes its writes.
 GRADACCUM_INLINE std::vector<std::shared_ptr<BufferState>> captured_buffers(
     const Stages& modules, const std::vector<std::shared_ptr<BufferState>>& registered, const at::Tensor& input,
     const at::Tensor& context) {
@@ -431,7 +432,7 @@ GRADACCUM_INLINE std::vector<std::shared_ptr<BufferState>> captured_buffers(
         if (state->before.defined()) state->buffer.copy_(state->before);
     });
     const RecordingScope recording(&record);
-    auto activations = input.clone();  // which the first module may write to, and is told of later
+    auto activations = input.clone();  // the first module may write to it; merged() then throws
     for (auto stage : modules) activations = stage.forward(0, std::move(activations), context);
   }
   std::erase_if(record.changed, [&](auto& state) {
@@ -443,7 +444,7 @@ GRADACCUM_INLINE std::vector<std::shared_ptr<BufferState>> captured_buffers(
 
 /// Leaves random generators, buffers and gradients unchanged, and is invisible to outer hooks: an outer checkpoint must
 /// not see tensors of a measurement, since its recomputation does not repeat the measurement. Throws if a module
-/// replaces a buffer, which the pass after it would no longer show.
+/// replaces a buffer, which a later pass could no longer detect.
 GRADACCUM_INLINE ChainPlan measured(const Stages& modules, const CheckpointOptions& options, PlanScope scope,
                                     const at::Tensor& input, const at::Tensor& context) {
   const auto buffers = buffers_of(modules_of(modules));
@@ -462,8 +463,8 @@ GRADACCUM_INLINE ChainPlan measured(const Stages& modules, const CheckpointOptio
   return plan;
 }
 
-/// Completes a plan: where everything takes `growth` times the bytes, the budget is as many times less. Leaves a
-/// quarter for kernels that take other paths for other sizes.
+/// Completes a plan. If all tensors are `growth` times as large, divides the budget by that, and by 1.25 more, because
+/// kernels may use other algorithms for other sizes.
 GRADACCUM_INLINE std::shared_ptr<const ChainPlan> planned(ChainPlan plan, double growth, std::int64_t budget) {
   plan.growth = growth;
   if (growth > 1) growth *= 1.25;
@@ -481,7 +482,7 @@ GRADACCUM_INLINE std::shared_ptr<const ChainPlan> planned(ChainPlan plan, double
   return std::make_shared<const ChainPlan>(std::move(plan));
 }
 
-/// Divides stages evenly into segments. The last is kept, since it would be recomputed at once.
+/// Divides stages evenly into segments. The last is kept, since it would be recomputed immediately.
 GRADACCUM_INLINE Schedule even_segments(std::int64_t segments, std::int64_t size) {
   const auto count = std::max<std::int64_t>(segments, 1);
   Schedule schedule;
@@ -514,9 +515,9 @@ GRADACCUM_INLINE std::ostream& operator<<(std::ostream& out, const CheckpointPla
 struct CheckpointedSequentialImpl::State {
   torch::nn::Sequential sequential;
   CheckpointedSequentialOptions options;
-  detail::Segment segments;                                          // the stages by segments; one, kept, with a budget
-  bool or_least = false;                                             // takes more than the budget where it must
-  std::mutex mutex = {};                                             // of the plans
+  detail::Segment segments;  // stages by segment; one kept segment with a budget
+  bool or_least = false;     // a plan may exceed the budget if none fits
+  std::mutex mutex = {};     // protects the plans
   std::vector<std::shared_ptr<const detail::ChainPlan>> plans = {};  // for a budget, by kind of input
   std::shared_ptr<const detail::ChainPlan> latest = {};
 
@@ -527,12 +528,12 @@ struct CheckpointedSequentialImpl::State {
     const auto growth = [&](auto& plan) { return plan->scope.growth(scope); };
     const auto known = std::ranges::find_if(plans, [&](auto& plan) { return growth(plan) <= plan->growth; });
     if (known != plans.end()) return latest = *known;
-    constexpr int exact = 4;  // measurements before plans are scaled, which takes some of the budget for good
+    constexpr int exact = 4;  // measured plans before scaling, which uses less than the budget
     const auto is_exact = [&](auto& plan) { return plan->growth == 1 && plan->scope.properties == scope.properties; };
     const bool scales = std::ranges::count_if(plans, is_exact) >= exact;
     const auto nearest = std::ranges::min_element(plans, {}, growth);
     const double needed = scales ? growth(*nearest) : std::numeric_limits<double>::infinity();
-    double larger = 1.25;  // of few sizes, so that there are few plans
+    double larger = 1.25;  // rounded up, so that there are few plans
     while (larger < needed && larger < 1.9) larger *= 1.25;
     if (needed <= larger)
       larger = std::min(larger, 0.8 * static_cast<double>(budget) / static_cast<double>((*nearest)->least + 1));
@@ -595,7 +596,7 @@ GRADACCUM_INLINE void CheckpointedSequentialImpl::set_memory_budget(std::int64_t
   const std::lock_guard lock(state_->mutex);
   state_->options.memory_budget = bytes;
   state_->or_least = or_least;
-  for (auto& plan : std::exchange(state_->plans, {}))  // what was measured stays
+  for (auto& plan : std::exchange(state_->plans, {}))  // keeps measured costs
     if (plan->growth == 1 && (bytes == 0 || or_least || bytes >= plan->least))
       state_->plans.push_back(bytes == 0 ? plan : detail::planned(*plan, 1, std::max(bytes, plan->least)));
   state_->latest.reset();
@@ -623,7 +624,7 @@ GRADACCUM_INLINE std::shared_ptr<torch::nn::Module> CheckpointedSequentialImpl::
     const std::optional<at::Device>& device) const {
   auto stages = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(state_->sequential->clone(device));
   auto options = this->options();
-  const bool keeps_all = options.segments == 0 && options.memory_budget == 0;  // which no options can say
+  const bool keeps_all = options.segments == 0 && options.memory_budget == 0;  // which options cannot express
   if (keeps_all) options.memory_budget = 1;
   auto copy = std::make_shared<CheckpointedSequentialImpl>(torch::nn::Sequential(std::move(stages)), options);
   if (keeps_all) copy->set_memory_budget(0);

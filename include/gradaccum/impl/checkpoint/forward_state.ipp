@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Saves and restores random numbers and buffers, which a forward pass changes beside its result.
+// Saves and restores random state and buffers, the side effects of a forward pass.
 #pragma once
 
 #include <gradaccum/detail/checkpoint/forward_state.hpp>
@@ -179,7 +179,7 @@ GRADACCUM_INLINE std::vector<std::shared_ptr<BufferState>> buffers_of(const std:
 GRADACCUM_INLINE void check_not_replaced(const std::vector<std::shared_ptr<BufferState>>& buffers) {
   for (auto& state : buffers) {
     const auto now = state->buffer.use_count();
-    // A replaced one has lost the member, or also the module's list, where the member refers to what is in there.
+    // A replaced buffer has lost its owner, the module's member, and also the module's list if the member refers to it.
     const bool replaced = now == 1 || (state->owners > 2 && now == 2);
     TORCH_CHECK(!replaced, "checkpoint: a module must update its buffers in place, but its forward replaced one (",
                 TensorTraits(state->buffer),
@@ -201,7 +201,7 @@ GRADACCUM_INLINE bool is_known(const BufferRecord& record, const at::Tensor& buf
   return std::ranges::any_of(record.changed, [&](auto& known) { return known->buffer.is_same(buffer); });
 }
 
-/// Notes who made the storages that a part meets for the first time. Calls `use` for tensors that it has not made.
+/// Records whether the part made storages that are new to it. Calls `use` for tensors that it did not make.
 void for_each_storage(const c10::IValue& value, bool made, auto&& use) {
   const auto see = [&](const at::Tensor& tensor) {
     if (!tensor.defined() || !tensor.has_storage()) return;
@@ -215,7 +215,7 @@ void for_each_storage(const c10::IValue& value, bool made, auto&& use) {
   if (value.isTensorList()) std::ranges::for_each(value.toTensorVector(), see);
 }
 
-/// Records a tensor that an operation is about to write to, unless the part has made it, or computes its gradient.
+/// Records a tensor that an operation is about to write to, unless the part made it, or it requires grad.
 GRADACCUM_INLINE void note_write(const at::Tensor& tensor) {
   if (tensor.requires_grad()) return;
   const auto state = std::make_shared<BufferState>(tensor, /*of_normalisation=*/false);
@@ -226,14 +226,14 @@ GRADACCUM_INLINE void note_write(const at::Tensor& tensor) {
   });
 }
 
-/// Finds what operations of a part write to, without knowing whose it is: buffers of modules that a lambda captures.
-/// Writes past LibTorch (by a pointer, or through `data()` and `detach()`, which are other tensors) stay unknown.
+/// Records tensors that operations of a part write to and that belong to no known module, such as buffers that a lambda
+/// captures. Does not see writes through a pointer, or through `data()` and `detach()`, which are other tensors.
 GRADACCUM_INLINE void run_and_find_writes(c10::function_ref<void()> forward) {
-  static thread_local std::optional<int> depth;  // of operations that call each other, while somebody looks
+  static thread_local std::optional<int> depth;  // of nested operations; empty: not recording
   if (depth) return forward();
   const auto see_inputs = [](const at::RecordFunction& operation) -> std::unique_ptr<at::ObserverContext> {
     if (!depth || !operation.operator_name()) return nullptr;  // a label for the profiler is no operation
-    if ((*depth)++ > 0) return nullptr;  // a part of another operation, which fills its own result
+    if ((*depth)++ > 0) return nullptr;                        // called by another operation to fill its result
     const at::DisableRecordFunctionGuard unseen;
     const auto inputs = recorded_inputs(operation);
     std::optional<c10::OperatorHandle> known;
@@ -243,7 +243,7 @@ GRADACCUM_INLINE void run_and_find_writes(c10::function_ref<void()> forward) {
         if (!known) known = c10::Dispatcher::singleton().findSchema(*operation.operator_name());
         if (!known) return;
         const auto& argument = known->schema().arguments()[i];
-        const auto* const alias = argument.alias_info();  // which statistics of normalisations do not have
+        const auto* const alias = argument.alias_info();  // normalisations lack it for statistics
         if ((alias && alias->isWrite()) || argument.name().starts_with("running_"))
           note_write(tensor.is_view() ? at::Tensor(tensor._base()) : tensor);
       });
@@ -280,7 +280,7 @@ GRADACCUM_INLINE void run_watched(const std::vector<torch::nn::Module*>& modules
     });
   };
   for_each_record([&](auto& record) { with_statistics |= record.with_statistics; });
-  note_writes();  // before others are marked, which hides earlier writes to memory that they share
+  note_writes();  // before marking, which hides earlier writes to shared memory
   const auto states = buffers_of(modules);
   for (auto& state : states) {
     if (with_statistics || !state->is_statistics) state->watch();
@@ -294,7 +294,7 @@ GRADACCUM_INLINE void run_watched(const std::vector<torch::nn::Module*>& modules
   for (auto& state : states)
     if (!state->written) state->buffer.reset();
   for_each_record([](auto& record) {
-    std::erase_if(record.changed, [](auto& state) { return state->buffer.use_count() <= 1; });  // or nobody has it now
+    std::erase_if(record.changed, [](auto& state) { return state->buffer.use_count() <= 1; });  // no other owner left
   });
 }
 

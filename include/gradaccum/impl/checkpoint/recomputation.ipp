@@ -201,7 +201,8 @@ class RebuildingHooks final : public torch::autograd::SavedVariableHooks {
   }
 
  private:
-  /// Unpacks by the outer scope. An outer checkpoint recomputes a tensor only once per backward, so it is kept.
+  /// Unpacks with the outer scope's hook. Keeps the tensor, because an outer checkpoint recomputes it only once per
+  /// backward.
   at::Tensor unpack_around() {
     const std::lock_guard lock(mutex_);
     if (!kept_.defined()) kept_ = around_->call_unpack_hook();
@@ -281,7 +282,7 @@ class Recomputation {
     }
   }
 
-  /// Describes how the part did not repeat its forward pass; empty if it did.
+  /// Describes how the part differed from its forward pass; empty if it did not.
   std::string difference() const {
     if (!difference_.empty() || missing_ == 0) return difference_;
     return c10::str("it ended after saving ", saved_, " tensors of ", slots_.size());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Records a training step, checks its compiled code against the objective, and runs that in its place.
+// Records a training step, checks its compiled code against the objective, and runs the code instead.
 #pragma once
 
 #include <gradaccum/autocast.hpp>
@@ -32,10 +32,10 @@
 
 namespace gradaccum::detail {
 
-/// Tells another program from rounding.
+/// Distinguishes a different program from rounding.
 class StepComparison {
  public:
-  /// Compares the objective of a batch with `other`, a run of what should do as it does.
+  /// Compares the objective of a batch with `other`, which runs code that should do the same.
   StepComparison(const StepTrial& trial, const StepModel& model, const std::vector<at::Tensor>& batch,
                  c10::function_ref<Loss()> objective, c10::function_ref<TrialResult()> other)
       : trial_(trial), model_(model), inputs_(model.parameters), objective_(objective), other_(other) {
@@ -58,12 +58,12 @@ class StepComparison {
     }
     for (auto& difference : found) {
       if (wrong.empty() && !(difference.shared() < 0.8)) wrong = difference.text();
-      const auto by_rounding = tolerance_ < 0.1 ? std::sqrt(tolerance_) : 0;  // at an element on a bound
+      const auto by_rounding = tolerance_ < 0.1 ? std::sqrt(tolerance_) : 0;  // for an element on a bound
       if (difference.shared() > 0.5 || difference.size() > by_rounding) doubt = difference.text();
     }
   }
 
-  std::string wrong, doubt;  ///< differences of another program, and those that may be; else empty
+  std::string wrong, doubt;  ///< certain and possible differences of programs
   bool repeats = true;       ///< false if two runs of the objective differ
 
  private:
@@ -88,22 +88,24 @@ class StepComparison {
       // With other random numbers, float32 is another function.
       return exact.random == wanted.random ? differences_of_steps(model_, wanted, got, &exact) : found;
     } catch (const std::exception&) {
-      return found;  // the objective insists on 16 bits
+      return found;  // the objective requires 16 bits
     }
   }
 
-  /// Returns what differs for most of several sets of inputs, made of the present ones.
+  /// Returns the differences that most of several sets of inputs show. The sets are variations of the current inputs.
   ///
-  /// Rounding puts an element on the other side of a ReLU or a max-pool now and then, and moves gradients by far more
-  /// than rounding does. For other inputs it is another element, or none; another program differs for all, and alike.
+  /// Rounding occasionally moves an element across the threshold of a ReLU or max-pool, which changes gradients by much
+  /// more than rounding does. With other inputs, that affects another element or none, but a different program differs
+  /// for all inputs in the same way.
   std::vector<StepDifference> differences_elsewhere() {
     constexpr int sets = 7;
-    // Far enough for other roundings, and not so far that another program's difference is another one there.
+    // Large enough to round differently, small enough that a different program keeps its difference.
     const double part = tolerance_ < 0.1 ? tolerance_ / 100 : tolerance_;
     std::vector<StepDifference> all;
     for (int set = 0, agreeing = 0; set < sets && 2 * agreeing < sets; ++set) {
       auto random = at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(set));
-      // Toward 0: the objective may have bounds. What a batch says by exact numbers, it says at every other point.
+      // Moves toward 0, since the objective may have bounds. Every other set leaves the batch as it is, since its
+      // numbers may have to be exact.
       const ExchangedTensors moved(set % 2 ? inputs_ : model_.parameters, [&](const at::Tensor& tensor) {
         if (!holds_floats(tensor)) return at::Tensor();
         const auto factors = at::empty_like(tensor, at::TensorOptions(at::kCPU)).uniform_(1 - part, 1, random);
@@ -129,7 +131,7 @@ class StepComparison {
 
   const StepTrial& trial_;
   const StepModel& model_;
-  std::vector<at::Tensor> inputs_;  // all of them but buffers
+  std::vector<at::Tensor> inputs_;  // the parameters and the batch
   c10::function_ref<Loss()> objective_;
   c10::function_ref<TrialResult()> other_;
   double tolerance_ = 0;
@@ -171,7 +173,8 @@ class LoadedStep final : public RecordedSteps<CompiledStepReport> {
     std::string why_eager = {};  // if there is no graph
   };
 
-  /// Runs a graph's code, replayed on a device unless it cannot be captured: some copies from the CPU, or waits.
+  /// Runs a graph's code. On a device, captures and replays it, unless it cannot be captured because it copies from the
+  /// CPU or synchronizes.
   Loss compiled(const StepGraph& graph, const std::vector<at::Tensor>& batch) {
     const auto run = [&] { return steps_->trained(graph, batch); };
     if (captured_) try {
@@ -193,7 +196,7 @@ class LoadedStep final : public RecordedSteps<CompiledStepReport> {
   }
 
   /// Compares the graph of a layout with the objective. Throws if it is another program; the next batch is then
-  /// compared again. A doubt is a warning, and leaves the layout's batches to the objective.
+  /// compared again. In doubt, warns, and runs the layout's batches by the objective.
   void check(Layout& layout, const std::vector<at::Tensor>& batch, c10::function_ref<Loss()> objective) const {
     const StepTrial trial(steps_->model());
     const StepComparison comparison(trial, steps_->model(), batch, objective,
@@ -212,9 +215,9 @@ class LoadedStep final : public RecordedSteps<CompiledStepReport> {
   }
 
   std::shared_ptr<StepGraphs> steps_;
-  std::shared_ptr<RecordedSteps<GraphedStepReport>> captured_;  // null where compiled code runs without
+  std::shared_ptr<RecordedSteps<GraphedStepReport>> captured_;  // null: code is not captured
   std::map<std::vector<std::int64_t>, Layout> layouts_;
-  std::optional<StepModes> modes_;  // the last ones, and whether they are those of the description
+  std::optional<StepModes> modes_;  // the last ones, and whether they fit the description
   bool modes_fit_ = false;
 };
 
@@ -261,10 +264,10 @@ GRADACCUM_INLINE void check_no_constants(const torch::jit::Graph& graph, const A
 }
 
 /// Finds reads of values on the host, whose results would become constants. An operation that is recorded whole may
-/// read them, as every step runs it anew.
+/// read them, as every step runs it again.
 ///
-/// Lets nn::MultiheadAttention compare query and key, then key and value: for one tensor the answer is known, and if
-/// two are not equal, what it goes on to do is right for equal ones, too.
+/// Allows nn::MultiheadAttention to compare query and key, then key and value: for one tensor the answer is known, and
+/// the branch for different tensors is right for equal ones, too.
 class HostReads {
  public:
   explicit HostReads(bool attention) : attention_(attention) {
@@ -366,7 +369,7 @@ GRADACCUM_INLINE StepTrace trace_of(const StepModel& model, const StepCall& call
   const auto traced = [&] {
     try {
       return record();
-    } catch (const c10::Error& error) {  // whose text has all elements of the tensor
+    } catch (const c10::Error& error) {  // its text lists all elements of the tensor
       const std::string_view text(error.what_without_backtrace());
       TORCH_CHECK(text.find("requires grad as a constant") == std::string_view::npos,
                   "save_step: the objective must not use a tensor that requires grad and is not a parameter, nor "
@@ -390,7 +393,7 @@ GRADACCUM_INLINE StepTrace trace_of(const StepModel& model, const StepCall& call
               ": a number from the batch would become a constant; weight the step's result instead: "
               "ga::Loss{step(batch).mean, batch.tokens}");
   const std::string locale_of_c = std::setlocale(LC_ALL, nullptr);
-  const auto locale = std::locale::global(std::locale::classic());  // in others LibTorch writes the number 1,000
+  const auto locale = std::locale::global(std::locale::classic());  // others write 1,000
   const auto as_before = c10::make_scope_exit([&]() noexcept {
     std::locale::global(locale);
     std::setlocale(LC_ALL, locale_of_c.c_str());
@@ -406,7 +409,7 @@ GRADACCUM_INLINE StepTrace trace_of(const StepModel& model, const StepCall& call
   return trace;
 }
 
-/// Runs the script by operations that autograd can follow.
+/// Runs the script with operations that autograd records.
 GRADACCUM_INLINE Loss replayed(const std::string& script, const StepModel& model, const std::vector<at::Tensor>& batch,
                                const Loss& traced) {
   std::istringstream file(script);
@@ -418,7 +421,7 @@ GRADACCUM_INLINE Loss replayed(const std::string& script, const StepModel& model
   return loss;
 }
 
-/// Returns the reason for a graph of these rows only; empty if there is one for any number.
+/// Returns why a graph is only for this number of rows; empty if it is for any number.
 GRADACCUM_INLINE std::string why_these_rows(const StepTrial& trial, const StepModel& model, const StepCalls& calls,
                                             const StepTrace& trace, const SaveStepOptions& options) {
   if (!options.any_rows) return ".any_rows is false";
@@ -438,7 +441,7 @@ GRADACCUM_INLINE std::string why_these_rows(const StepTrial& trial, const StepMo
   return "the objective computes with the number of rows in C++, where it is a number and not a tensor's size";
 }
 
-/// LibTorch's settings by which it chooses kernels, for the compiler to choose the same.
+/// Returns the settings by which LibTorch chooses kernels, so that the compiler chooses the same.
 GRADACCUM_INLINE std::string settings_text() {
   const auto& of = at::globalContext();
   return plain_text(of.userEnabledFlashSDP() ? "flash_sdp " : "", of.userEnabledMathSDP() ? "math_sdp " : "",
@@ -480,7 +483,7 @@ class StepSaver {
                       "differentiable operations instead of the first, and detach() instead of the second)"
                     : ": pass what changes between runs as a tensor of the batch, and draw random numbers from "
                       "LibTorch's generator");
-    // A number that changes slowly is no difference above.
+    // The comparison above does not see a number that changes slowly.
     TORCH_CHECK(trace.operations == traced().operations,
                 "save_step: the objective must compute with the same numbers in every run, but a number of C++ changes "
                 "from one run to the next: pass what changes between runs as a tensor of the batch");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loads an exported model: its tensors, its code, and the sample by which it is checked; and saves its weights.
+// Loads an exported model (tensors, code, and a sample that verifies both), and saves its weights.
 #pragma once
 
 #include <gradaccum/exported_model.hpp>
@@ -21,7 +21,7 @@
 namespace gradaccum::detail {
 
 inline constexpr const char* sample_name = "sample.safetensors";
-inline constexpr std::uint64_t sample_seed = 20'261'127;  // of gradaccum_export.py
+inline constexpr std::uint64_t sample_seed = 20'261'127;  // as in gradaccum_export.py
 
 GRADACCUM_INLINE std::vector<std::string> words_of(const std::string& text) {
   std::istringstream stream(text);
@@ -38,7 +38,7 @@ GRADACCUM_INLINE const std::string& text_of_source(const StepSource& source, con
   return *text;
 }
 
-/// Returns the numbers that stand for a tensor in a sample: up to 64 elements, evenly spaced, and the norm.
+/// Summarises a tensor as in a sample: up to 64 elements, evenly spaced, and the norm.
 GRADACCUM_INLINE at::Tensor summary_of(const at::Tensor& tensor) {
   const at::NoGradGuard no_grad;
   const auto flat = tensor.detach().reshape(-1).to(at::kDouble);
@@ -60,7 +60,7 @@ GRADACCUM_INLINE std::string pass_text(const std::string& kind, const std::strin
   return text;
 }
 
-/// Returns the module for a name's dotted path, with modules on the way to it.
+/// Returns the module at a dotted path, and creates missing modules of that path.
 GRADACCUM_INLINE torch::nn::Module& module_at(torch::nn::Module& root, std::string_view path, const std::string& what) {
   constexpr int deepest = 64;
   auto* module = &root;
@@ -77,7 +77,7 @@ GRADACCUM_INLINE torch::nn::Module& module_at(torch::nn::Module& root, std::stri
   return *module;
 }
 
-/// The sample of one graph, as Python computed it.
+/// Sample of one graph, computed by Python.
 class Sample {
  public:
   Sample(const io::SafetensorsFile& file, std::string name, const StepModel& model)
@@ -85,7 +85,7 @@ class Sample {
 
   at::Tensor of_batch(const std::string& tensor) const { return file_.get_tensor(name_ + ".batch." + tensor); }
 
-  /// Returns the results as summaries, of Python's own dtypes (`wanted`) or in float32 (`exact`).
+  /// Returns the results as summaries, in the dtypes of Python's run (`wanted`) or in float32 (`exact`).
   TrialResult results(const std::string& which) const {
     const auto find = [&](const std::string& name) {
       const auto full = name_ + "." + which + "." + name;
@@ -111,7 +111,7 @@ class Sample {
   const StepModel& model_;
 };
 
-/// Registers a model's tensors, of which `text` has a line each, under their names. Returns them in that order.
+/// Registers a model's tensors, which `text` lists one per line, under their names. Returns them in that order.
 GRADACCUM_INLINE StepModel
 registered_tensors(torch::nn::Module& root, const std::string& text, const std::string& what,
                    c10::function_ref<at::Tensor(const std::string& name, at::DeviceType device)> find) {
@@ -131,7 +131,7 @@ registered_tensors(torch::nn::Module& root, const std::string& text, const std::
   return model;
 }
 
-/// Returns the results of a pass as a sample has them.
+/// Returns the results of a pass as summaries, as in a sample.
 GRADACCUM_INLINE TrialResult summarised(TrialResult results, const GraphDescription& graph) {
   auto& loss = results.loss;
   loss.mean = loss.mean.cpu();
@@ -280,7 +280,7 @@ GRADACCUM_INLINE void ExportedModelImpl::save_weights(const std::filesystem::pat
 
 GRADACCUM_INLINE void ExportedModelImpl::load_weights(const std::filesystem::path& path) {
   const io::WeightFiles files(path);
-  std::map<std::string, std::string> found;  // the name in the files by that of the weight
+  std::map<std::string, std::string> found;  // name in the files, by name of the weight
   for (auto& name : files.keys()) {
     const auto tied = tied_.find(name);
     const auto& weight = tied == tied_.end() ? name : tied->second;

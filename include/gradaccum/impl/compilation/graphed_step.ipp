@@ -83,7 +83,7 @@ GRADACCUM_INLINE bool has_graphs(c10::Device device) {
 #endif
 }
 
-/// Remembers which operation failed first, on this thread or on those of autograd that work for it.
+/// Remembers the first operation that failed on this thread or on autograd's threads for it.
 class FailedOperation {
  public:
   FailedOperation()
@@ -122,7 +122,7 @@ GRADACCUM_INLINE DeviceGraph::DeviceGraph(c10::Stream stream, c10::MempoolId_t p
   } catch (...) {
     try {
       impl_->capture_end();
-    } catch (const std::exception&) {  // the error that is under way is the cause of this one
+    } catch (const std::exception&) {  // the pending error caused this one
     }
     try {
       throw;
@@ -138,8 +138,8 @@ GRADACCUM_INLINE DeviceGraph::DeviceGraph(c10::Stream stream, c10::MempoolId_t p
   impl_->capture_end();
 }
 
-/// Gives leaves new accumulators for a scope, which belong to the stream of the pass that makes them, and takes their
-/// hooks away. An accumulator of another stream would make that wait for a stream that is captured.
+/// Gives leaves new gradient accumulators without hooks for a scope. They belong to the stream of the pass that creates
+/// them; an old one would make its stream wait for the captured stream.
 class FreshAccumulators {
  public:
   explicit FreshAccumulators(const std::vector<at::Tensor>& leaves) {
@@ -171,13 +171,13 @@ class FreshAccumulators {
   std::vector<Leaf> leaves_;
 };
 
-/// A step of one layout, as it was captured. Its tensors are written to by each replay.
+/// Captured step of one layout. Each replay overwrites its tensors.
 struct CapturedStep {
   std::vector<at::Tensor> batch;
   Loss loss = at::Tensor();
   std::int64_t target = -1;  ///< the index of the target among the batch's tensors; < 0: not one of them
   at::Tensor seed = {};
-  std::vector<at::Tensor> parameters, gradients;  ///< the parameters that have a gradient, and these
+  std::vector<at::Tensor> parameters, gradients;  ///< parameters with a gradient, and their gradients
   std::vector<at::Tensor> moved;                  ///< buffers
   std::optional<DeviceGraph> forward = {}, backward = {};
 };
@@ -191,7 +191,7 @@ GRADACCUM_INLINE at::Tensor without_owner(const at::Tensor& tensor) {
       tensor.device());
 }
 
-/// A forward pass that was replayed on a stream, and whose backward has not been yet.
+/// Forward pass that was replayed on a stream, and whose backward is pending.
 struct PendingBackward {
   std::shared_ptr<const CapturedStep> step;
   c10::Stream stream;
@@ -227,7 +227,7 @@ class GraphedBackward final : public torch::autograd::Node {
     return step;
   }
 
-  /// Returns whether this thread's stream is the one that forward ran on.
+  /// True if forward ran on this thread's current stream.
   bool on_its_stream() const { return pending_ && pending_->stream == current_stream(pending_->stream.device()); }
 
   void release_variables() override { pending_ = nullptr; }
@@ -290,7 +290,8 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
     std::int64_t uses = 0, checks = 0;
     bool reads_values = true;  ///< false if it does not read the tensors that are on the CPU
   };
-  /// How many batches of a layout run by the objective, too. The second shows numbers that are computed in C++.
+  /// Number of batches of a layout that also run by the objective. The second reveals numbers that C++ computes for
+  /// each step.
   static constexpr std::int64_t checks = 2;
 
   std::string why_eager(const std::vector<at::Tensor>& batch) const {
@@ -308,7 +309,7 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
     return "";
   }
 
-  /// Returns whether values on the CPU are not those that were captured, and matter.
+  /// True if the step reads values on the CPU and they differ from the captured ones.
   static bool has_new_values(const Layout& layout, const std::vector<at::Tensor>& batch) {
     for (std::size_t i = 0; layout.reads_values && i < batch.size(); ++i)
       if (batch[i].is_cpu() && !at::equal(batch[i], layout.step->batch[i])) return true;
@@ -345,8 +346,8 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
     return key;
   }
 
-  /// Returns the layout to give up for another one, which must be used much more often; null in place of a layout if
-  /// there are less than `.graphs`, and nullopt if none is to be given up.
+  /// Returns the layout to drop for another one, which must be used much more often. Null if there are fewer than
+  /// `.graphs`, so that none has to be dropped; nullopt if none may be dropped.
   std::optional<Layout*> place_for(const Layout& layout) {
     std::int64_t graphs = 0;
     Layout* least = nullptr;
@@ -359,7 +360,8 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
     return layout.uses > 2 * least->uses ? std::optional(least) : std::nullopt;
   }
 
-  /// Captures the step of a batch, and compares it. Buffers, random numbers and gradients stay as they are.
+  /// Captures the step of a batch, and compares it with the objective. Leaves buffers, random state and gradients
+  /// unchanged.
   Layout captured(const std::vector<at::Tensor>& batch, c10::function_ref<Loss()> objective) {
     const StepTrial trial(model_);
     auto step = std::make_shared<CapturedStep>();
@@ -382,7 +384,7 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
       return allocator->getDeviceStats(device.index()).reserved_bytes[0].current;  // all kinds of memory
     };
     const auto free_bytes = static_cast<std::int64_t>(allocator->getMemoryInfo(device.index()).first);
-    if (free_bytes < reserved_bytes()) allocator->emptyCache();  // a capture cannot take what is cached for others
+    if (free_bytes < reserved_bytes()) allocator->emptyCache();  // a capture cannot use cached blocks
     const auto reserved_before = reserved_bytes();
     const auto casts_of_the_graph_end = c10::make_scope_exit([] { at::autocast::clear_cache(); });
     at::autocast::clear_cache();
@@ -422,18 +424,18 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
       trial.result(objective);
       return false;
     } catch (const std::exception&) {
-      return true;  // an error of another cause comes again
+      return true;  // an error with another cause recurs
     }
   }
 
-  /// Returns the pool of the graphs that there are. One whose last graph has gone must not be named again.
+  /// Returns the pool of the existing graphs. A pool must not be reused after its last graph is destroyed.
   c10::MempoolId_t pool() const {
     for (auto& [key, layout] : layouts_)
       if (layout.step) return layout.step->forward->pool();
     return {0, 0};
   }
 
-  /// Throws if a loss has what a replay would leave out.
+  /// Throws if a loss has parts that a replay would omit.
   void check_captured(const Loss& loss) const {
     loss.check();
     const auto seed = product_of(loss.seed);
@@ -448,7 +450,7 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
     });
   }
 
-  /// Computes the gradients, each in memory of its own that is laid out as its parameter's.
+  /// Computes the gradients, each in separate memory with the layout of its parameter.
   std::vector<at::Tensor> capture_backward(CapturedStep& step, const Loss& loss) const {
     const auto trained = model_.trained();
     std::vector<at::Tensor> gradients;
@@ -500,7 +502,7 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
 
   void compare(Layout& layout, const std::vector<at::Tensor>& batch, const TrialResult& wanted,
                const StepTrial& trial) {
-    const FreshAccumulators accumulators(model_.parameters);  // those of the captured pass belong to its stream
+    const FreshAccumulators accumulators(model_.parameters);  // the captured pass's belong to its stream
     const auto got = trial.result([&] { return replayed(layout.step, batch); });
     const auto found = differences_of_steps(model_, wanted, got);
     TORCH_CHECK(found.empty(), "GraphedStep: the captured step must do what the objective does, but for ",
@@ -515,7 +517,7 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
   std::map<std::vector<std::int64_t>, Layout> layouts_;
   std::vector<std::pair<const void*, bool>> places_;
   std::weak_ptr<const PendingBackward> pending_;
-  std::optional<c10::Stream> stream_ = {};  // one for all, as a stream's memory is not given to others
+  std::optional<c10::Stream> stream_ = {};  // shared: streams do not share cached memory
   std::int64_t pool_bytes_ = 0;
 };
 

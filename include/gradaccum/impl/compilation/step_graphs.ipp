@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs a model's steps on trial, compares their results, and loads and runs compiled ones.
+// Runs trial steps of a model, compares their results, and loads and runs compiled steps.
 #pragma once
 
 #include <gradaccum/gradients.hpp>
@@ -52,7 +52,7 @@
 
 namespace gradaccum::detail {
 
-/// The modes on which a forward pass depends besides tensors.
+/// Modes that change a forward pass: flags of training, and autocast.
 struct StepModes {
   std::vector<bool> training;                   ///< one flag per module
   std::optional<at::ScalarType> autocast = {};  ///< nullopt: autocast is off
@@ -96,7 +96,7 @@ class StepModel {
     return text;
   }
 
-  /// Returns whether there is a module of LibTorch's that compares query, key and value.
+  /// True if the model has LibTorch's MultiheadAttention, which compares query, key and value.
   bool attends() const {
     return std::ranges::any_of(
         modules_, [](auto& item) { return item.second->name().starts_with("torch::nn::MultiheadAttention"); });
@@ -127,8 +127,8 @@ class StepModel {
     return together && (device.is_cpu() || device.is_cuda()) ? std::optional(device) : std::nullopt;
   }
 
-  /// Returns whether all that `text` lists is as it was at construction, and where it was. `may_be_frozen`: a parameter
-  /// need not be trainable any more.
+  /// True if everything in `text` and all addresses are as at construction. `may_be_frozen`: parameters may have been
+  /// frozen.
   bool unchanged(bool may_be_frozen = false) const {
     return std::ranges::all_of(seen_, [may_be_frozen](const Seen& seen) {
       const auto& tensor = seen.tensor;
@@ -192,7 +192,7 @@ GRADACCUM_INLINE double tolerance_of(const StepModel& model, const at::Tensor& l
   const auto count = [&bytes](const caffe2::TypeMeta dtype) {
     if (at::isFloatingType(dtype.toScalarType())) bytes = std::min(bytes, dtype.itemsize());
   };
-  for (const auto* const tensors : {&model.parameters, &model.buffers})  // autograd does not see those that are frozen
+  for (const auto* const tensors : {&model.parameters, &model.buffers})  // autograd does not see frozen ones
     for (auto& tensor : *tensors) count(tensor.dtype());
   for_each_node(loss, [&](torch::autograd::Node& node) {
     for (std::uint32_t i = 0; i < node.num_inputs(); ++i)
@@ -245,12 +245,12 @@ class StepTrial {
   ForwardUndo begin_;
 };
 
-/// Exchanges what is in tensors for a scope, but where `other` returns an undefined tensor. Their memory, which others
-/// may read, stays as it is.
+/// Replaces the contents of tensors for a scope, except where `other` returns an undefined tensor. Leaves their memory
+/// unchanged, which other tensors may share.
 class ExchangedTensors {
  public:
   ExchangedTensors(const std::vector<at::Tensor>& tensors, c10::function_ref<at::Tensor(const at::Tensor&)> other)
-      : ExchangedTensors() {  // if `other` throws, the destructor puts back what is exchanged by then
+      : ExchangedTensors() {  // if `other` throws, the destructor undoes the exchanges so far
     const at::NoGradGuard no_grad;
     for (auto& tensor : tensors) {
       const auto content = tensor.defined() ? other(tensor.detach()) : tensor;
@@ -262,7 +262,7 @@ class ExchangedTensors {
   ExchangedTensors& operator=(ExchangedTensors&&) = delete;
   ~ExchangedTensors() {
     at::autocast::clear_cache();
-    for (; !exchanged_.empty(); exchanged_.pop_back())  // from the end: a tensor may be there twice
+    for (; !exchanged_.empty(); exchanged_.pop_back())  // from the end: a tensor may be listed twice
       exchanged_.back().first.unsafeGetTensorImpl()->shallow_copy_from(exchanged_.back().second.getIntrusivePtr());
   }
 
@@ -278,10 +278,10 @@ GRADACCUM_INLINE double norm_in_double(const at::Tensor& tensor) {
   return at::linalg_vector_norm(tensor, 2, at::OptionalIntArrayRef(), /*keepdim=*/false, at::kDouble).item<double>();
 }
 
-/// A tensor of a step that differs beyond rounding from the objective's, for one or several sets of inputs.
+/// Tensor of a step that differs from the objective's by more than rounding, for one or several sets of inputs.
 struct StepDifference {
-  std::string what;              ///< `the gradient of fc.weight`; a sentence if rounding does no such thing
-  at::Tensor sum = {};           ///< sum of the differences, in double; undefined if rounding does no such thing
+  std::string what;              ///< `the gradient of fc.weight`; a sentence if rounding cannot be the cause
+  at::Tensor sum = {};           ///< sum of the differences, in double; undefined if rounding cannot be the cause
   double squares = 0, norm = 0;  ///< sum of their squared norms, and the norm that they are relative to
   int sets = 1;                  ///< number of sets of inputs with such a difference
 
@@ -291,14 +291,15 @@ struct StepDifference {
   std::string text() const { return sum.defined() ? c10::str(what, " differs by ", size(), " of its norm") : what; }
 };
 
-/// Returns what differs beyond the rounding of the dtypes used. `exact`: the objective's result in float32, if that has
-/// 16 bits: where it is off itself by less than half, up to twice as far is rounding, too.
+/// Returns tensors that differ by more than rounding in the dtypes used. `exact`: the result of a 16-bit objective in
+/// float32. Where the objective differs from it by at most half of the norm, the step may differ from it twice as much.
 GRADACCUM_INLINE std::vector<StepDifference> differences_of_steps(const StepModel& model, const TrialResult& wanted,
                                                                   const TrialResult& got,
                                                                   const TrialResult* exact = nullptr) {
   const at::NoGradGuard no_grad;
   std::vector<StepDifference> found;
-  // Compares a tensor, relative to its norm, or to a part of `scale`: one that cancels may be mere rounding.
+  // Compares a tensor, relative to its norm or to a part of `scale`, since a tensor whose terms cancel may be only
+  // rounding.
   const auto compare = [&](const std::string& what, double scale, const auto& of) {
     const at::Tensor a = of(wanted), b = of(got);
     if (a.defined() != b.defined()) found.push_back({what + (a.defined() ? " is missing" : " should not be there")});
@@ -311,7 +312,7 @@ GRADACCUM_INLINE std::vector<StepDifference> differences_of_steps(const StepMode
     auto off = difference(a, b);
     const auto size = norm_in_double(off), allowed = wanted.tolerance * norm;
     if (size <= allowed) return;
-    if (exact) {  // an objective that is far off from it may be another function in float32, and excuses nothing
+    if (exact) {  // an objective far from it may be another function in float32: no allowance
       const auto own = norm_in_double(difference(a, of(*exact)));
       if (norm_in_double(difference(b, of(*exact))) <= std::max(allowed, own <= 0.5 * norm ? 2 * own : 0)) return;
     }
@@ -359,8 +360,8 @@ NodePointer new_node(Arguments&&... arguments) {
     return c10::make_intrusive<Node>(std::forward<Arguments>(arguments)...);
 }
 
-/// Returns the node that accumulates a parameter's gradient; null if it is another kind of node or has hooks, but for
-/// those that `say_added` tells.
+/// Returns the node that accumulates a parameter's gradient; null if it is another kind of node, or has hooks that
+/// `say_added` does not call.
 GRADACCUM_INLINE torch::autograd::AccumulateGrad* accumulator_without_hooks(const torch::autograd::Edge& edge) {
   auto* const node = dynamic_cast<torch::autograd::AccumulateGrad*>(edge.function.get());
   const bool has_hooks = !node || !node->pre_hooks().empty() || !node->post_hooks().empty() ||
@@ -375,7 +376,7 @@ GRADACCUM_INLINE std::int64_t index_of_target(const Loss& loss, const std::vecto
   return GraphDescription::computed_target;
 }
 
-/// Returns what tells batches of other shapes, dtypes or devices apart.
+/// Returns a key that differs for batches of different shapes, dtypes or devices.
 GRADACCUM_INLINE std::vector<std::int64_t> layout_key(const std::vector<at::Tensor>& batch) {
   std::vector<std::int64_t> key;
   for (auto& tensor : batch) {
@@ -402,7 +403,7 @@ class StepCode {
       throw std::runtime_error(path.string() + ": must be the code " + name + " of a step, got " + dlerror());
     start(static_cast<void* const*>(functions), device);
   }
-  /// Uses code in this program, by the function table that generated code exports.
+  /// Uses code in this program, through the function table that generated code exports.
   StepCode(void* const* functions, at::Device device) { start(functions, device); }
 
   std::size_t inputs() const { return functions_->inputs(container_.get()); }
@@ -426,14 +427,15 @@ class StepCode {
       auto* const tensor = static_cast<at::Tensor*>(*output);
       const bool again = std::find(output + 1, got.end(), *output) != got.end();
       const std::unique_ptr<at::Tensor> last(again ? nullptr : tensor);
-      // Two parameters may have one gradient, and each needs memory of its own.
+      // Two parameters may have one gradient, and each needs separate memory.
       outputs.push_back(again || tensor->storage().use_count() > 1 ? tensor->clone() : *tensor);
     }
     return outputs;
   }
 
  private:
-  /// The functions that tools/compile_step.py makes code export, in this order. Returned strings are errors, or null.
+  /// Table of functions, in the order in which code generated by tools/compile_step.py exports them. Returned strings
+  /// are errors, or null.
   struct Functions {
     const char* (*create)(void** container, const char* device);
     void (*destroy)(void* container);
@@ -445,7 +447,7 @@ class StepCode {
   void start(void* const* functions, at::Device device) {
     functions_ = reinterpret_cast<const Functions*>(functions);
     void* container = nullptr;
-    const c10::OptionalDeviceGuard as_before(device.is_cpu() ? std::nullopt : std::optional(device));  // it is set
+    const c10::OptionalDeviceGuard as_before(device.is_cpu() ? std::nullopt : std::optional(device));  // restored
     const auto* const error = functions_->create(&container, device.str().c_str());
     TORCH_CHECK(!error, "CompiledStep, ExportedModel: the compiled code must start, got ", error);
     container_ = {container, [destroy = functions_->destroy, library = library_](void* old) { destroy(old); }};
@@ -527,8 +529,8 @@ GRADACCUM_INLINE std::map<std::string, StepInProgram>& steps_in_program() {
   return steps;
 }
 
-/// Returns the path of a file of a folder, which must be as its manifest has it. It may be a link, as in Hugging Face's
-/// cache.
+/// Returns the path of a file of a folder. Throws unless it is as in the manifest. It may be a link, as in Hugging
+/// Face's cache.
 GRADACCUM_INLINE std::filesystem::path listed_file(const std::filesystem::path& folder, const Manifest& manifest,
                                                    const std::string& name) {
   const auto listed = manifest.files.find(name);
@@ -584,15 +586,15 @@ class StepSource {
 struct ComputedGradients {
   std::vector<at::Tensor> gradients;  ///< in the order of the parameters
   int exponent = 0;                   ///< exponent of the seed they were computed with
-  /// Recomputes them with another exponent. Empty if nothing underflows: a factor of a power of two is then as good.
+  /// Recomputes them with another exponent. Empty if nothing underflows, since a factor of a power of two is then
+  /// exact.
   std::function<std::vector<at::Tensor>(int exponent)> again = {};
 };
 
 /// The only operation of a compiled step that autograd sees.
 class CompiledBackward final : public torch::autograd::Node {
  public:
-  /// `next_exponent` receives the exponent of the seed (a loss scale or a weight): the next one is expected to be
-  /// alike.
+  /// `next_exponent` receives the exponent of the seed (a loss scale or a weight), which predicts the next one.
   CompiledBackward(ComputedGradients computed, std::shared_ptr<int> next_exponent)
       : computed_(std::move(computed)), next_exponent_(std::move(next_exponent)) {}
 
@@ -603,7 +605,7 @@ class CompiledBackward final : public torch::autograd::Node {
                 "CompiledStep, ExportedModel: create_graph must be false: compiled code has no double backward");
     const bool retain = torch::autograd::get_current_graph_task_keep_graph();
     if (seeds[0].is_cpu() || computed_.again) return gradients(seeds[0].item<double>(), retain);
-    return multiplied(taken(retain), seeds[0].reshape({}), retain);  // a seed on a device is not waited for
+    return multiplied(taken(retain), seeds[0].reshape({}), retain);  // does not wait for a seed on a device
   }
 
   std::vector<at::Tensor> gradients(double seed, bool retain) {
@@ -641,8 +643,8 @@ class CompiledBackward final : public torch::autograd::Node {
 
 using Accumulators = std::vector<torch::autograd::AccumulateGrad*>;
 
-/// Returns what adds a step's gradients to the parameters'; empty if autograd's engine has to: the loss is no longer
-/// the step's, or hooks wait for the gradients.
+/// Returns the nodes that add a step's gradients to the parameters'. Empty if autograd's engine must do that: the loss
+/// is not the step's any more, or hooks expect the gradients.
 GRADACCUM_INLINE Accumulators accumulators_of(const NodePointer& node, const at::Tensor& loss) {
   Accumulators accumulators;
   if (loss.grad_fn().get() != node.get()) return accumulators;
@@ -650,8 +652,8 @@ GRADACCUM_INLINE Accumulators accumulators_of(const NodePointer& node, const at:
   return std::ranges::find(accumulators, nullptr) == accumulators.end() ? accumulators : Accumulators();
 }
 
-/// Adds gradients without autograd's engine, which takes as long as a small network, and to sums in one pass, which a
-/// device runs as a few kernels. `kept`: their memory stays the caller's.
+/// Adds gradients without autograd's engine, whose overhead is as large as a small network's pass. Adds to all sums in
+/// one call, which takes few kernels on a device. `kept`: the caller keeps the gradients' memory.
 GRADACCUM_INLINE void add_in_one_pass(const Accumulators& accumulators, std::vector<at::Tensor> gradients, bool kept) {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> sums, added, first;
@@ -703,10 +705,10 @@ GRADACCUM_INLINE bool processor_has(const std::string& capability) {
     return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512dq");
 #endif
-  return capability == "DEFAULT" || capability.starts_with("CUDA ");  // its code asks the device
+  return capability == "DEFAULT" || capability.starts_with("CUDA ");  // code checks the device
 }
 
-/// A graph of a step that is loaded.
+/// Loaded graph of a step.
 struct StepGraph {
   GraphDescription description;
   StepCode code;
@@ -714,7 +716,8 @@ struct StepGraph {
   std::vector<at::Tensor> moved;       ///< buffers that the step changes
 };
 
-/// Returns where in a batch the index is that an error of compiled code names, such as `; labels has it at [20]`.
+/// Returns the positions in a batch of an index that an error of compiled code reports, such as `; labels has it at
+/// [20]`.
 GRADACCUM_INLINE std::string places_of_index(const std::string& error, const std::vector<at::Tensor>& batch,
                                              const StepGraph& graph) {
   long long index = 0, lower = 0, upper = 0;
@@ -733,7 +736,7 @@ GRADACCUM_INLINE std::string places_of_index(const std::string& error, const std
   return text;
 }
 
-/// The graphs of a model, loaded and run. `owner`: the class that has them, in errors.
+/// Loads and runs the graphs of a model. `owner`: the class that errors name.
 class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
  public:
   StepGraphs(std::string owner, StepModel model, const StepSource& source)
@@ -760,10 +763,10 @@ class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
   const StepDescription& description() const { return description_; }
   const std::vector<StepGraph>& graphs() const { return graphs_; }
   const std::string& name() const { return name_; }
-  /// Returns whether a step waits for the device that it runs on: for the seed of a float16 loss.
+  /// True if a step synchronizes with its device, to read the seed of a float16 loss.
   bool waits() const { return in_float16_; }
 
-  /// Returns the graph for a batch's layout among those that `fits`; null if there is none.
+  /// Returns the graph for a batch's layout that `fits` accepts; null if there is none.
   const StepGraph* find(const std::vector<at::Tensor>& batch,
                         c10::function_ref<bool(const GraphDescription&)> fits) const {
     const auto find = [&](const std::string& text, std::string GraphDescription::*of) -> const StepGraph* {
@@ -784,7 +787,7 @@ class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
   /// Runs a training step, whose loss adds its gradients to the parameters in backward.
   Loss trained(const StepGraph& graph, std::vector<at::Tensor> batch) const {
     batch = contiguous_of(batch);
-    const bool knows_seeds = device_.is_cpu() || in_float16_;  // from a device they are not read
+    const bool knows_seeds = device_.is_cpu() || in_float16_;  // not read from a device
     ComputedGradients computed{{}, knows_seeds ? *next_exponent_ : 0};
     if (in_float16_) computed.again = run_again(graph, batch);
     auto loss = run(graph, batch, computed.gradients, computed.exponent);
@@ -802,7 +805,7 @@ class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
     return run(graph, contiguous_of(std::move(batch)), gradients, 0);
   }
 
-  /// Runs a step on trial: its gradients are stored, one for each parameter.
+  /// Runs a trial step, and stores its gradients, one for each parameter.
   TrialResult tried(const StepTrial& trial, const StepGraph& graph, const std::vector<at::Tensor>& batch) const {
     return trial.result([&](std::vector<at::Tensor>& gradients) {
       std::vector<at::Tensor> computed;
@@ -868,8 +871,8 @@ class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
     return loss;
   }
 
-  /// Returns a function that reruns the step from the present buffers and random state, and then restores those it
-  /// found.
+  /// Returns a function that reruns the step from the current buffers and random state, and then restores the previous
+  /// ones.
   std::function<std::vector<at::Tensor>(int)> run_again(const StepGraph& graph,
                                                         const std::vector<at::Tensor>& batch) const {
     const auto versions = [](const std::vector<at::Tensor>& tensors) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Batches in an epoch's order: shuffling, positions to save, buckets of like lengths, prefetching on a thread.
+// Iterates over batches in an epoch's order: shuffling, saved positions, buckets of similar lengths, prefetching on a
+// thread.
 #pragma once
 
 #include <gradaccum/data/length_buckets.hpp>
@@ -61,12 +62,12 @@ GRADACCUM_INLINE std::vector<Rows> cut_by_length(const PaddedSequences& sequence
   return batches;
 }
 
-/// The number of batches of `size` rows; only the last one may have fewer.
+/// Returns the number of batches of `size` rows; only the last one may have fewer.
 GRADACCUM_INLINE std::int64_t batches_by_rows(std::int64_t rows, std::int64_t size, bool drop_last) {
   return rows / size + (!drop_last && rows % size != 0);
 }
 
-/// The numbers [0, count), shuffled or not.
+/// Returns the numbers [0, count), shuffled or not.
 GRADACCUM_INLINE Rows in_order(std::int64_t count, bool shuffle, at::Generator& generator) {
   const at::TensorOptions numbers(at::kLong);
   const auto order = shuffle ? at::randperm(count, generator, numbers) : at::arange(count, numbers);
@@ -86,8 +87,8 @@ GRADACCUM_INLINE void ShareOfRank::check(const char* owner) const {
               " of ", world_size);
 }
 
-/// Returns true if an operation draws from a default generator. One made of other operations, such as a dropout that
-/// may be off, does not count: those do.
+/// Returns true if an operation draws from a default generator. A composite one, such as a dropout that may be off,
+/// does not count, but its parts do.
 GRADACCUM_INLINE bool draws_by_default(const at::RecordFunction& operation) {
   const auto name = operation.operator_name();
   if (!name) return false;
@@ -140,7 +141,7 @@ GRADACCUM_INLINE void leave_profilers() {
 }
 
 /// Returns `work` for another thread, which runs it in the LibTorch state of this one: modes such as grad mode, the
-/// memory meter, the current device, and the streams of devices in use; a query would initialise the others. Its
+/// memory meter, the current device, and the streams of devices in use; a query would initialise other devices. Its
 /// operations use no further threads: a second OpenMP team would compete with the first for cores, both spinning.
 auto in_this_context(auto work) {
   std::optional<c10::Device> device;
@@ -165,7 +166,7 @@ auto in_this_context(auto work) {
   };
 }
 
-/// Joins an old thread while holding the lock, which a thread that has ended by itself no longer needs.
+/// Joins an old thread while holding the lock, which a thread that has ended no longer needs.
 GRADACCUM_INLINE void PreparedAhead::start() {
   const std::lock_guard lock(mutex_);
   const bool all_made = !made_.empty() && !made_.back().made;
@@ -243,8 +244,8 @@ GRADACCUM_INLINE void EpochOrder::load_state(const State& state) {
   place_ = {state, /*resumed=*/true};
 }
 
-/// Converts the places of the ranks that saved a state to the place of this one among another number of ranks: all have
-/// seen the first batches of the epoch, and no others. A rank may be at the next epoch's begin already.
+/// Converts the positions of the ranks that saved a state to the position of this rank among another number of ranks:
+/// together they have seen the first batches of the epoch. A rank may already be at the start of the next epoch.
 GRADACCUM_INLINE EpochOrder::State EpochOrder::dealt_anew(const Archive& archive) const {
   const auto epochs = archive.of_ranks<std::int64_t>("epoch");
   auto batches = archive.of_ranks<std::int64_t>("batch");

@@ -118,7 +118,7 @@ GRADACCUM_INLINE at::Tensor PaddedSequences::padded(const std::vector<std::int64
   return flat.index_select(0, copied_to(flat.device(), places.flatten())).unflatten(0, places.sizes());
 }
 
-/// Blocks for copies to the host, whose readers would not wait for them.
+/// Copies to the host synchronously, because readers there do not wait for a copy.
 GRADACCUM_INLINE at::Tensor brought_to(c10::Device device, const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.device() == device) return tensor;
   if (tensor.is_cpu() && tensor.layout() == at::kStrided) return copied_to(device, tensor);

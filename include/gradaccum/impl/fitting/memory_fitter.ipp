@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Searches for the number of rows that fit into memory, and starts again where they did not.
+// Searches for the number of rows that fit into memory, and restarts a batch that ran out of it.
 #pragma once
 
 #include <gradaccum/detail/fitting/memory_fitter.hpp>
@@ -60,8 +60,8 @@ GRADACCUM_INLINE void CheckpointSearch::probe() {
   set_budget(1);
 }
 
-/// Estimates what everything kept takes: parts do not all peak at once, so that less than their bytes is added. Where
-/// an eighth may be missing, that is tried.
+/// Estimates the bytes for keeping everything. Parts do not all peak at the same time, so that less than the sum of
+/// their bytes is added. Keeps everything also if up to an eighth may be missing.
 GRADACCUM_INLINE void CheckpointSearch::end_probe(std::int64_t taken, std::int64_t budget) {
   std::int64_t more = 0;
   for (auto& part : parts_)
@@ -70,10 +70,10 @@ GRADACCUM_INLINE void CheckpointSearch::end_probe(std::int64_t taken, std::int64
   const bool fits = budget == 0 || taken + more <= budget + budget / 8;
   probing_ = false;
   go({/*checkpointed=*/!fits}, /*settled=*/!fits);
-  set_budget(0);  // to be shared
+  set_budget(0);  // to be divided
 }
 
-/// Parts that need more than their share have that.
+/// Returns the sum of the parts' budgets. A part that needs more than its share counts with its need.
 GRADACCUM_INLINE std::int64_t CheckpointSearch::budget() const {
   std::int64_t all = 0;
   for (auto& part : parts_)
@@ -179,7 +179,8 @@ GRADACCUM_INLINE std::int64_t RowPlan::more_rows(std::int64_t bytes) const {
   return std::min(fits_.rows + more, too_many_.rows - 1);
 }
 
-/// The bytes of one more row than fits_: adds the last growth per row, or half of an average row before any growth.
+/// Estimates the bytes of one more row than fits_: adds the last growth per row, or half of an average row before any
+/// growth.
 GRADACCUM_INLINE std::int64_t RowPlan::one_more_bytes() const {
   if (before_.rows == 0) return fits_.bytes + fits_.bytes / (2 * fits_.rows);
   return fits_.bytes + scaled(fits_.bytes - before_.bytes, 1, fits_.rows - before_.rows);
@@ -247,7 +248,7 @@ GRADACCUM_INLINE void MemoryFitter::run(const Limits& limits, const DividedBatch
     ++plan_.replays;
     queries_ = std::min<std::int64_t>(queries_, 1);
     of_least = failure->is_least ? of_least + 1 : 0;
-    // Retried once if out of memory, or where a checkpointed part may have measured its stages.
+    // Retries once after running out of memory, or if a checkpointed part may have measured its stages.
     if (of_least == 0 || (of_least == 1 && (failure->bytes == 0 || search_.way().checkpointed))) continue;
     of_least = 0;
     if (search_.fails(failure->bytes > 0 ? failure->bytes - limits.budget : 0)) continue;
@@ -300,7 +301,7 @@ GRADACCUM_INLINE std::int64_t MemoryFitter::budget(c10::Device device) {
   return plan_.budget > 0 ? plan_.budget : std::numeric_limits<std::int64_t>::max() / 4;
 }
 
-/// The rows that fit into `bytes` besides gradients and the budget of checkpointed parts.
+/// Returns the rows that fit into `bytes` together with gradients and the budget of checkpointed parts.
 GRADACCUM_INLINE std::int64_t MemoryFitter::rows_for(Known& known, std::int64_t bytes) {
   const auto most = search_.way().most / std::max<std::int64_t>(known.kind.elements, 1);
   return std::min(plan_of(known).rows_for(bytes - gradient_bytes() - search_.budget(), limits_.min_rows),
@@ -318,8 +319,8 @@ GRADACCUM_INLINE void MemoryFitter::choose_rows(std::size_t kind, std::int64_t b
   layout.measured_bytes = 0;
 }
 
-/// The rows of the next micro-batch: at most `most`, and so that the rest can be divided into `least` to `most`, too.
-/// If that is impossible, one micro-batch has more.
+/// Returns the rows of the next micro-batch: at most `most`, and so that the rest can be divided into `least` to
+/// `most`, too. If that is impossible, one micro-batch has more.
 GRADACCUM_INLINE std::int64_t rows_of_piece(std::int64_t left, std::int64_t most, std::int64_t least) {
   if (left <= most || left < 2 * least) return left;
   for (auto rows = most; rows >= least; --rows)
@@ -366,7 +367,7 @@ GRADACCUM_INLINE auto MemoryFitter::attempt(const DividedBatch& batch, bool may_
       first = failure;
     }
     plan_.last_rows.push_back(piece.rows());
-    if (probes || piece.rows() != rows) continue;  // a probe measures, and is not of the way that it ends with
+    if (probes || piece.rows() != rows) continue;  // a probe may run another way than it selects
     auto& measured = plan_.layouts[kind].measured_bytes;
     measured = std::max(measured, piece.bytes());
     const bool has_more = piece.rows() < batch.rows;
@@ -414,7 +415,7 @@ GRADACCUM_INLINE auto MemoryFitter::run(const DividedBatch& batch, Piece& piece,
   return Failure{.rows = piece.rows(), .bytes = piece.bytes()};
 }
 
-/// Returns whether the search times a micro-batch. A batch that runs at once cannot become faster.
+/// Returns whether the search times a micro-batch. A batch that runs in one micro-batch cannot become faster.
 GRADACCUM_INLINE bool MemoryFitter::is_timed(const DividedBatch& batch, const Piece& piece) const {
   return search_.searches() && (search_.way().checkpointed || piece.rows() < batch.rows);
 }
@@ -450,7 +451,7 @@ GRADACCUM_INLINE std::optional<std::int64_t> number_in(const std::filesystem::pa
   return bytes_after("", " " + text_of_system_file(file));
 }
 
-/// The bytes left in one control group. Inactive file pages count as free, since they are reclaimed on demand.
+/// Returns the bytes left in one control group. Inactive file pages count as free, since they are reclaimed on demand.
 GRADACCUM_INLINE std::optional<std::int64_t> memory_left_in(const std::filesystem::path& folder) {
   const auto statistics = text_of_system_file(folder / "memory.stat");
   for (const auto& [limit, usage, inactive] :
@@ -474,7 +475,7 @@ GRADACCUM_INLINE std::optional<std::int64_t> memory_left_by_groups(const std::fi
   return left;
 }
 
-/// The address space left by `ulimit -v`.
+/// Returns the address space left by `ulimit -v`.
 GRADACCUM_INLINE std::optional<std::int64_t> addresses_left() {
   rlimit limit{};
   if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return std::nullopt;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Files, and directories of states that a kill leaves whole or absent: temporary names, syncs, renames, locks.
+// Writes files and directories of states so that a kill leaves them whole or absent: temporary names, syncs, renames,
+// locks.
 #pragma once
 
 #include <gradaccum/detail/io/files.hpp>
@@ -54,7 +55,7 @@ GRADACCUM_INLINE NoFileSizeSignal::NoFileSizeSignal() {
   ::pthread_sigmask(SIG_BLOCK, &signals, &before_);
 }
 
-/// The system sends the signal to the thread that writes, where it waits while it is blocked.
+/// Consumes a pending signal: the system sends it to the thread that writes, where it waits while it is blocked.
 GRADACCUM_INLINE NoFileSizeSignal::~NoFileSizeSignal() {
   const int error = errno;
   const auto signals = file_size_signal();
@@ -181,7 +182,7 @@ GRADACCUM_INLINE OutputFile::OutputFile(std::filesystem::path path, Cache cache)
       direct_(cache == Cache::passed_by),
       descriptor_(path_, O_WRONLY | O_CREAT | O_EXCL, 0666) {
   if (descriptor_.number() < 0) fail("must be a new file that can be created");
-  direct_ = direct_ && ::fcntl(descriptor_.number(), F_SETFL, O_DIRECT) == 0;  // which not every file system has
+  direct_ = direct_ && ::fcntl(descriptor_.number(), F_SETFL, O_DIRECT) == 0;  // not every file system has it
 }
 
 GRADACCUM_INLINE void OutputFile::use_cache() {
@@ -197,7 +198,7 @@ GRADACCUM_INLINE void OutputFile::write(const void* data, std::size_t size) {
       use_cache();  // for the end of the file, or after a short write
     const auto written =
         descriptor_.write(bytes, direct_ ? std::min(size / block * block, direct_chunk) : std::min(size, chunk));
-    if (written == 0 && direct_ && (errno == EINVAL || errno == EOPNOTSUPP || errno == EFAULT)) {  // larger blocks, say
+    if (written == 0 && direct_ && (errno == EINVAL || errno == EOPNOTSUPP || errno == EFAULT)) {  // e.g. larger blocks
       use_cache();
       continue;
     }
@@ -244,16 +245,16 @@ GRADACCUM_INLINE ::pid_t process_in_name(const std::filesystem::path& path, std:
   return is_one && process > 0 ? process : 0;
 }
 
-/// Removes the temporary files of writers of `path` that were killed. A process of this number may live on another
-/// machine, or in another container, but then it has a lock.
+/// Removes the temporary files of writers of `path` that were killed. A writer that is alive, even on another machine
+/// or in another container, holds a lock.
 GRADACCUM_INLINE void remove_temporaries_of_killed(const std::filesystem::path& path) {
   const auto folder = path.has_parent_path() ? path.parent_path() : std::filesystem::path(".");
-  std::error_code ignored;  // a folder that cannot be read can be written to
+  std::error_code ignored;  // an unreadable folder may be writable
   for (std::filesystem::directory_iterator entry(folder, ignored), end; !ignored && entry != end;
        entry.increment(ignored)) {
     const auto process = process_in_name(path, entry->path().filename().string());
     if (process == 0 || ::kill(process, 0) == 0 || errno != ESRCH) continue;
-    const Descriptor file(entry->path(), O_RDWR | O_NOFOLLOW | O_NONBLOCK);  // which no folder, link or pipe is
+    const Descriptor file(entry->path(), O_RDWR | O_NOFOLLOW | O_NONBLOCK);  // fails for folders, links, pipes
     std::error_code kept;
     if (file.number() >= 0 && ::flock(file.number(), LOCK_EX | LOCK_NB) == 0)
       std::filesystem::remove(entry->path(), kept);
@@ -377,7 +378,7 @@ GRADACCUM_INLINE UnfinishedState::UnfinishedState(const std::filesystem::path& d
 }
 
 GRADACCUM_INLINE UnfinishedState::~UnfinishedState() {
-  std::error_code ignored;  // a later sweep removes what cannot be removed now
+  std::error_code ignored;  // a later sweep removes the rest
   if (!folder_.empty() && lock_.is_own()) std::filesystem::remove_all(folder_, ignored);
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Parses manifests, indexes of weights and safetensors headers from files that nobody vouches for.
+// Parses manifests, indexes of weights and safetensors headers from untrusted files.
 #pragma once
 
 #include <gradaccum/detail/io/formats.hpp>
@@ -23,7 +23,7 @@ namespace gradaccum::detail {
 
 using Json = nlohmann::json;
 
-/// A value as one line of ASCII, which can be cut anywhere.
+/// Returns a value as one line of ASCII, which can be cut anywhere.
 GRADACCUM_INLINE std::string one_line(const Json& json) { return json.dump(-1, ' ', true); }
 
 GRADACCUM_INLINE std::string in_quotes(std::string_view name) {
@@ -41,11 +41,12 @@ GRADACCUM_INLINE std::string in_quotes(std::string_view name) {
 /// Reads a member of the outermost object, which is then dropped.
 using TakeMember = std::function<void(const std::string& name, const Json& object)>;
 
-/// Builds a value from the events of nlohmann's parser. Refuses what that lets pass: a name that an object has twice,
-/// and deep nesting. Json::parse with a callback would take quadratic time: it searches the parent after each object.
+/// Builds a value from the events of nlohmann's parser. Also refuses a name that an object has twice, and deep nesting,
+/// which that parser accepts. Json::parse with a callback would take quadratic time: it searches the parent after each
+/// object.
 ///
-/// With `take`, objects that are members of the outermost one are taken out of it as they end: a million of them never
-/// exist at once.
+/// With `take`, objects that are members of the outermost one are passed to it as they end, and dropped, so that a
+/// million of them never exist together.
 class JsonBuilder : public nlohmann::json_sax<Json> {
  public:
   JsonBuilder(std::size_t max_depth, const std::string& what, const TakeMember& take)
@@ -94,7 +95,7 @@ class JsonBuilder : public nlohmann::json_sax<Json> {
     open_.push_back(&here);
     return true;
   }
-  /// Returns where the next value belongs.
+  /// Returns the element that receives the next value.
   Json& next() {
     constexpr std::size_t max_values = 1'100'000;  // a few bytes of text may become a value of 150
     if (++values_ > max_values)
@@ -112,7 +113,7 @@ class JsonBuilder : public nlohmann::json_sax<Json> {
   Json::object_t::iterator outer_member_ = {};
 };
 
-/// Parses exactly one JSON value, from text that nobody vouches for.
+/// Parses exactly one JSON value, from untrusted text.
 GRADACCUM_INLINE Json parse_json(std::string_view text, std::size_t max_depth, const std::string& what,
                                  const TakeMember& take = {}) {
   // nlohmann's parser takes a zero byte for the end of the text.
@@ -400,7 +401,7 @@ void require_format(bool condition, const Parts&... parts) {
   if (!condition) throw std::runtime_error((std::string() + ... + std::string(text_of(parts))));
 }
 
-/// Reads the sizes or offsets of a tensor; `shown` is how messages begin, as below.
+/// Reads the sizes or offsets of a tensor; `shown`: the beginning of messages.
 GRADACCUM_INLINE std::vector<std::int64_t> whole_numbers_of(const Json& value, const std::string& shown) {
   require_format(value.is_array(), shown, " must be an array");
   std::vector<std::int64_t> numbers;
@@ -514,12 +515,12 @@ GRADACCUM_INLINE SafetensorsHeader parse_safetensors_header(std::string_view tex
     header.tensors.emplace(name, safetensors_entry_of(name, value, what));
   };
   const auto others = parse_json(text, 3, what, take);
-  for (auto& [name, value] : others.get_ref<const Json::object_t&>()) take(name, value);  // which refuses them
+  for (auto& [name, value] : others.get_ref<const Json::object_t&>()) take(name, value);  // refuses them
   check_offsets(header.tensors, data_size, what);
   return header;
 }
 
-/// The header's JSON, padded with spaces so that the data begins at a multiple of 8.
+/// Returns the header's JSON, padded with spaces so that the data begins at a multiple of 8.
 GRADACCUM_INLINE std::string safetensors_json(const std::vector<NamedSafetensorsEntry>& tensors,
                                               const std::map<std::string, std::string>& metadata,
                                               const std::string& what) try {
@@ -551,7 +552,7 @@ GRADACCUM_INLINE std::string lay_out_safetensors(std::vector<NamedSafetensorsEnt
     entry.end = end;
   }
   const auto text = safetensors_json(tensors, metadata, what);
-  parse_safetensors_header(text, end, what);  // which refuses what could not be read
+  parse_safetensors_header(text, end, what);  // throws if it could not be read back
   std::string size(8, '\0');
   for (unsigned i = 0; i < 8; ++i) size[i] = static_cast<char>(text.size() >> (8 * i));
   return size + text;

@@ -48,7 +48,7 @@ GRADACCUM_INLINE std::map<std::string, io::Tensors> tensors_by_file(const Archiv
 
 GRADACCUM_INLINE void check_can_be_written(const Archive& archive) { tensors_by_file(archive); }
 
-inline constexpr const char* undefined_name = "undefined tensors";  // a value that has their names, one a line
+inline constexpr const char* undefined_name = "undefined tensors";  // lists their names, one per line
 
 GRADACCUM_INLINE std::span<std::byte> bytes_of(const at::Tensor& tensor) {
   return {static_cast<std::byte*>(tensor.mutable_data_ptr()), tensor.nbytes()};
@@ -153,7 +153,7 @@ GRADACCUM_INLINE Archive::Values read_state(const std::filesystem::path& folder,
   return values;
 }
 
-/// The tensors of each file.
+/// Maps names to tensors, for each file.
 using PlannedFiles = std::vector<std::map<std::string, io::PlannedTensor>>;
 
 GRADACCUM_INLINE PlannedFiles divide_into_shards(const std::vector<io::PlannedTensor>& tensors,
@@ -253,7 +253,7 @@ GRADACCUM_INLINE std::string misfit(const at::Tensor& loaded, const at::Tensor& 
   return "";
 }
 
-/// Returns the copies to make, as weights of the module and the file's names for them, and reports all else.
+/// Returns the copies to make, as weights of the module and their names in the file, and reports all other names.
 GRADACCUM_INLINE std::vector<std::pair<at::Tensor, std::string>> copies_of_weights(
     const io::Tensors& weights, const io::WeightFiles& files, const io::LoadWeightsOptions& options,
     io::WeightsReport& report) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checksums of files: CRC-32 by tables or by carry-less products.
+// Computes checksums of files: CRC-32 by tables or by carry-less products.
 #pragma once
 
 #include <gradaccum/detail/kernels/crc32.hpp>
@@ -15,7 +15,7 @@
 
 namespace gradaccum::detail {
 
-/// The product of two remainders.
+/// Returns the product of two remainders.
 constexpr std::uint32_t crc32_product(std::uint32_t a, std::uint32_t b) {
   std::uint32_t product = 0;
   for (; a != 0; a <<= 1, b = crc32_times_x(b))
@@ -23,7 +23,7 @@ constexpr std::uint32_t crc32_product(std::uint32_t a, std::uint32_t b) {
   return product;
 }
 
-/// tables[k][b]: what a byte b does to the checksum when k more bytes have followed it.
+/// tables[k][b]: the effect of a byte b on the checksum after k more bytes.
 template <std::uint32_t polynomial>
 inline constexpr auto crc32_tables = [] {
   std::array<std::array<std::uint32_t, 256>, 8> tables{};
@@ -64,7 +64,7 @@ __attribute__((target("pclmul"))) inline __m128i crc32_fold(__m128i from, const 
   return _mm_xor_si128(products, _mm_loadu_si128(reinterpret_cast<const __m128i*>(to)));
 }
 
-/// `crc32_fold` of four times 16 bytes.
+/// Applies `crc32_fold` to four times 16 bytes.
 template <int bits>
 __attribute__((target("vpclmulqdq,avx512f"))) inline __m512i crc32_fold_wide(__m512i from, const unsigned char* to) {
   constexpr long long first = crc32_factor(bits + 32), second = crc32_factor(bits - 32);
@@ -77,7 +77,8 @@ __attribute__((target("vpclmulqdq,avx512f"))) inline __m512i crc32_fold_wide(__m
 __attribute__((target("pclmul"))) GRADACCUM_INLINE std::uint32_t crc32_by_folding(std::uint32_t crc,
                                                                                   const unsigned char* data,
                                                                                   std::size_t size) {
-  // Four chains, as each has to wait for itself. What they are in the end has the remainder of all but the last bytes.
+  // Uses four chains, as each step of one depends on the previous. In the end they have the remainder of all but the
+  // last bytes.
   __m128i chains[4];
   std::memcpy(chains, data, sizeof chains);
   chains[0] = _mm_xor_si128(chains[0], _mm_cvtsi32_si128(static_cast<int>(crc)));

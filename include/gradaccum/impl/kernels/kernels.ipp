@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The processor's kernels for each instruction set, the choice between them, and the threads that run them.
+// Compiles the processor's kernels for each instruction set, chooses between them, and runs them on threads.
 #pragma once
 
 #include <gradaccum/detail/kernels/dense.hpp>
@@ -336,7 +336,7 @@ GRADACCUM_INLINE bool can_be_summed_here(const at::Tensor& tensor) {
          has_kernels(tensor.scalar_type());
 }
 
-/// Places the table's rows among zeros first, so that the sum has the bits of the dense table's.
+/// Places the table's rows among zeros first, so that the sum equals the dense table's to the bit.
 GRADACCUM_INLINE double sum_of_squares_of_rows(const SquaredNumbers& of, std::int64_t from, std::int64_t count) {
   const auto width = of.values.numel() / of.rows.numel(), size = static_cast<std::int64_t>(of.values.element_size());
   const auto* const begin = of.rows.const_data_ptr<std::int64_t>();

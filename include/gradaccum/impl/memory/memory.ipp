@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Counts memory as it is allocated and freed, keeps freed memory, and reads the system's figures.
+// Counts allocated and freed memory, keeps freed memory, and reads the system's figures.
 #pragma once
 
 #include <gradaccum/detail/memory/memory_ledger.hpp>
@@ -45,7 +45,7 @@ GRADACCUM_INLINE void MemoryLedger::reportMemoryUsage(void* block, std::int64_t 
                                                       std::size_t reserved, c10::Device device) {
   if (surrounding_) surrounding_->reportMemoryUsage(block, bytes, allocated, reserved, device);
   const std::lock_guard lock(mutex_);
-  // An entry for a block that is allocated now belongs to one whose free was not reported.
+  // An existing entry at this address is of an older block whose free was not reported.
   add(device, -held_.exchange(block, std::max<std::int64_t>(bytes, 0)));
   if (bytes > 0) add(device, bytes);
 }
@@ -126,7 +126,7 @@ GRADACCUM_INLINE std::size_t rounded_up(std::size_t bytes) {
   return (bytes + page_bytes - 1) / page_bytes * page_bytes;
 }
 
-/// Returns warm pages to the kernel before so many cold bytes are used.
+/// Returns warm pages to the kernel before this number of cold bytes is used.
 GRADACCUM_INLINE void PageAllocator::make_room(std::size_t bytes) {
   constexpr std::size_t always = std::size_t{16} << 20;
   const auto most_used = std::max(used_ + bytes, most_used_);
@@ -215,11 +215,11 @@ GRADACCUM_INLINE std::vector<std::filesystem::path> control_groups(const std::st
 class KeepingAllocator final : public c10::Allocator {
  public:
   static KeepingAllocator& instance() {
-    static auto* const allocator = new KeepingAllocator();  // never destroyed: tensors may be freed last of all
+    static auto* const allocator = new KeepingAllocator();  // never destroyed: tensors may be freed after all else
     return *allocator;
   }
 
-  /// Leaves a block to LibTorch, which reports the error, if there is no memory.
+  /// If there is no memory, leaves the block to LibTorch, which reports the error.
   c10::DataPtr allocate(std::size_t bytes) override {
     constexpr std::size_t least = std::size_t{1} << 20;
     void* const block = bytes < least ? nullptr : pages_.allocate(bytes);
@@ -231,7 +231,7 @@ class KeepingAllocator final : public c10::Allocator {
   void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
 
  private:
-  /// Reports a block to the profiler first, before another can have the same address.
+  /// Reports the block to the profiler before freeing it, because another block may then get its address.
   static void release(void* block) {
     auto& pages = instance().pages_;
     if (!pages.has(block)) return c10::GetDefaultCPUAllocator()->raw_deleter()(block);
@@ -286,7 +286,7 @@ GRADACCUM_INLINE std::ostream& operator<<(std::ostream& out, const MemoryPlan& p
   return out;
 }
 
-/// Large blocks are kept unless there is another allocator already; malloc's settings keep small ones, and others'.
+/// Keeps large blocks unless another allocator is installed. Settings of malloc keep all other blocks.
 GRADACCUM_INLINE bool keep_freed_memory() {
   bool keeps = false;
 #ifdef __linux__

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Learning rates of an optimizer's groups, and schedules that set them.
+// Implements learning rates of an optimizer's groups, and schedules that set them.
 #pragma once
 
 #include <gradaccum/learning_rates.hpp>
@@ -30,7 +30,7 @@ GRADACCUM_INLINE std::vector<torch::optim::OptimizerParamGroup>& LearningRates::
   return groups;
 }
 
-/// Checks that the options can get and set their rate: LibTorch's own can, but their base class throws.
+/// Checks that the options can get and set their rate: LibTorch's options can, but their base class throws.
 GRADACCUM_INLINE double LearningRates::rate_of(torch::optim::OptimizerOptions& options) {
   double rate = 0;
   try {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The optimizers of ga::optim: from a window's gradients to a step for each parameter.
+// Implements the optimizers of ga::optim: from a window's gradients to a step for each parameter.
 #pragma once
 
 #include <gradaccum/optim/adafactor.hpp>
@@ -76,8 +76,8 @@ AdamSettings settings_of(const Options& options, std::int64_t steps) {
   return {options.lr(), beta1, beta2, options.eps(), options.weight_decay(), options.amsgrad(), decoupled, steps + 1};
 }
 
-/// Steps the rows of a sparse gradient on a device: by index, which takes no memory and does not wait; or, if several
-/// dimensions are sparse or algorithms must be deterministic, after coalescing, which waits.
+/// Steps the rows of a sparse gradient on a device: by index, without memory or synchronization; but after coalescing,
+/// which synchronizes, if several dimensions are sparse or algorithms must be deterministic.
 GRADACCUM_INLINE std::function<void()> row_step_of(const at::Tensor& parameter, const at::Tensor& gradient,
                                                    const Multiplier& multiplier, double lr) {
   auto rows = gradient.to(state_type(parameter), /*non_blocking=*/false, /*copy=*/true);
@@ -167,7 +167,7 @@ GRADACCUM_INLINE void OnePass::step(Gradients gradients) {
     check_distinct();
     return move(gradient_of, by);
   }
-  // Counts the step as if it were taken. `skipped_steps_` tells the device how many of them were not.
+  // Counts the step as if it were taken. `skipped_steps_` counts on the device the steps that were not.
   auto parameters = gradients.parameters();
   if (!detail::same_parameters(parameters, concerned_)) sync_step_count();
   by.found_inf = gradients.judge_on_device();
@@ -187,7 +187,7 @@ GRADACCUM_INLINE void OnePass::step(Gradients gradients) {
 
 GRADACCUM_INLINE bool OnePass::judges_on_device(const Gradients& gradients) const {
   if (!gradients.may_be_judged_on_device()) return false;
-  if (gradients.judged() && !gradients.judged_on_device()) return false;  // the host knows
+  if (gradients.judged() && !gradients.judged_on_device()) return false;  // the host knows the result
   return std::ranges::none_of(gradients.parameters(), [](const at::Tensor& parameter) { return parameter.is_cpu(); });
 }
 
@@ -201,7 +201,7 @@ GRADACCUM_INLINE void OnePass::sync_step_count() const {
       if (auto* const count = detail::step_count_of(*known->second)) *count -= steps;
 }
 
-/// Throws if a parameter is listed twice, as two threads would step it. Cheap while the list is unchanged.
+/// Throws if a parameter is listed twice, because two threads would step it. Cheap while the list is unchanged.
 GRADACCUM_INLINE void OnePass::check_distinct() {
   std::size_t i = 0;
   bool same = true;
@@ -632,7 +632,7 @@ GRADACCUM_INLINE AdafactorOptions AdafactorOptions::inherit(const AdafactorOptio
     (take(std::get<i>(all(options)), std::get<i>(all(not_given)), std::get<i>(all(from))), ...);
   }
   (std::make_index_sequence<std::tuple_size_v<decltype(all(options))>>());
-  if (!options.relative_step()) options.warmup_init(false);  // which such a group cannot have
+  if (!options.relative_step()) options.warmup_init(false);  // such a group cannot have it
   return options;
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// States of optimizers by the parameters' names: saved, loaded, and cut into shards.
+// Saves, loads and shards states of optimizers by the parameters' names.
 #pragma once
 
 #include <gradaccum/detail/optimizers/param_states.hpp>
@@ -46,7 +46,7 @@ GRADACCUM_INLINE void OwnParamState::serialize(torch::serialize::InputArchive& a
 
 namespace gradaccum::detail {
 
-/// The parts of a parameter's state.
+/// Points to the parts of a parameter's state.
 struct ParamStateParts {
   std::vector<std::pair<std::string, at::Tensor*>> tensors;
   std::int64_t* step = nullptr;               // nullptr if the class does not count
@@ -84,7 +84,8 @@ GRADACCUM_INLINE std::unique_ptr<torch::optim::OptimizerParamState> new_state_of
 
 GRADACCUM_INLINE std::int64_t* step_count_of(torch::optim::OptimizerParamState& state) { return parts_of(state).step; }
 
-/// Returns a dense tensor. 8-bit codes of exp_avg are signed, which changes their zero; dense scales are 1-D.
+/// Returns a dense tensor. Missing rows of 8-bit codes get the code of zero, which differs for the signed codes of
+/// exp_avg; dense scales are 1-D.
 GRADACCUM_INLINE at::Tensor whole(const std::string& slot, const at::Tensor& tensor) {
   if (!tensor.is_sparse()) return tensor;
   const bool is_signed = tensor.scalar_type() == at::kByte && slot == "exp_avg";
@@ -186,7 +187,7 @@ GRADACCUM_INLINE at::Tensor dense_of(const at::Tensor& moments, std::int64_t zer
   if (!moments.defined() || !moments.is_sparse()) return moments;
   const auto rows = moments._indices()[0], values = moments._values();
   const bool is_of_another = moments.sparse_dim() != 1 || std::get<0>(at::_unique2(rows)).numel() < rows.numel();
-  if (is_of_another) return moments.to_dense();  // of an optimizer that sums rows
+  if (is_of_another) return moments.to_dense();  // another optimizer's: sums rows
   return at::full(moments.sizes(), zero, values.options()).index_copy_(0, rows, values);  // a sum would lose -0
 }
 
@@ -231,7 +232,7 @@ GRADACCUM_INLINE bool archive_options(Archive& archive, torch::optim::OptimizerO
   return true;
 }
 
-/// A parameter group's options as a part of an archive.
+/// Archives a parameter group's options.
 struct GroupState {
   torch::optim::OptimizerParamGroup& group;
 
@@ -253,7 +254,7 @@ GRADACCUM_INLINE Archive::Values options_of(torch::optim::Optimizer& optimizer) 
   Archive archive;
   archive_groups(archive, optimizer);
   return archive.values();
-} catch (const c10::Error&) {  // options of the user's own
+} catch (const c10::Error&) {  // options of a user's class
   return {};
 }
 

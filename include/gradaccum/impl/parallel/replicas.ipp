@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Exchanges gradients, parameters and states between processes, whole or in shards.
+// Exchanges gradients, parameters and states between ranks, whole or in shards.
 #pragma once
 
 #include <gradaccum/replicas.hpp>
@@ -153,7 +153,7 @@ GRADACCUM_INLINE std::vector<Bucket> buckets_of(const std::vector<at::Tensor>& p
 }
 
 /// Sums one window's gradients over all ranks. Sends a bucket once it is complete and all earlier ones have been sent,
-/// multiplied by the window's first weight, because each rank has divided its own by it.
+/// multiplied by the window's first weight, because each rank has divided its gradients by it.
 class GradientExchange : public GradReadyListener {
  public:
   GradientExchange(std::shared_ptr<Connections> connections, Connections::Channel channel,
@@ -282,12 +282,12 @@ class GradientExchange : public GradReadyListener {
   bool begun_ = false;
 };
 
-/// Reduce-scatters gradients: each rank gets the sums of its own pieces, and keeps nothing else.
+/// Reduce-scatters gradients: each rank keeps only the sums for its pieces.
 ///
 /// A gradient is freed when it is sent. One that fills its bucket alone is sent in place; smaller ones are copied
-/// together, larger ones in parts. Each rank receives the others' gradients of its pieces and sums them in rank order.
-/// A gradient that is not split is reduced in place to its rank. At most a bucket, or one gradient that is not split,
-/// is in flight, and takes as much memory again where it arrives: the oldest must arrive before more is sent.
+/// together, larger ones in parts. Each rank receives the other ranks' gradients of its pieces, and sums them in rank
+/// order. A gradient that is not split is reduced in place to its rank. At most a bucket, or one gradient that is not
+/// split, is in flight, and needs as much memory again on arrival: the oldest must arrive before more is sent.
 class GradReduceScatter final : public GradientExchange {
  public:
   GradReduceScatter(std::shared_ptr<Connections> connections, Connections::Channel channel,
@@ -301,7 +301,7 @@ class GradReduceScatter final : public GradientExchange {
   }
 
  private:
-  /// The `index`-th of `count` equal parts of each piece in a bucket.
+  /// Selects the `index`-th of `count` equal parts of each piece in a bucket.
   struct Part {
     std::int64_t index = 0, count = 1;
     Shards::Piece of(const Shards::Piece& piece) const {
@@ -351,7 +351,8 @@ class GradReduceScatter final : public GradientExchange {
     in_flight_.push_back(std::move(sent));
   }
 
-  /// Leaves the first and the last rank's own pieces in place, unsent: the pieces of all others are still contiguous.
+  /// Leaves the first and the last rank's own pieces in place, unsent: the pieces of the other ranks are still
+  /// contiguous.
   void begin_all_to_all(Sent& sent) {
     const auto rank = static_cast<std::size_t>(shards_->rank());
     auto from = sent.from.view({-1});
@@ -449,11 +450,11 @@ class GradReduceScatter final : public GradientExchange {
     sums_.clear();
   }
 
-  /// Returns a sum as backward would have left it: in the parameter's strides, and in its dtype unless sums are wider.
+  /// Returns a sum as after backward: in the parameter's strides, and in its dtype unless sums are wider.
   at::Tensor as_gradient(std::size_t index, at::Tensor sum) const {
     const auto& own = shards_->own(index);
     if (!window_->accumulate_in) sum = sum.to(own.scalar_type());
-    sum = sum.view(own.sizes()).detach();  // a view could not be cleared
+    sum = sum.view(own.sizes()).detach();  // autograd cannot clear a view
     return sum.strides() == own.strides() ? sum : at::empty_like(own, sum.options()).copy_(sum);
   }
 
@@ -591,8 +592,8 @@ GRADACCUM_INLINE std::vector<std::vector<Parcel>> parcels_of(const Shards& shard
   return all;
 }
 
-/// Sends the pieces that each rank has stepped to all others, after a sharded step of these parameters. A large piece
-/// is sent in place; a rank's small pieces are copied together, with at most `bucket_bytes` of copies in flight.
+/// Sends the pieces that each rank has stepped to all other ranks, after a sharded step of these parameters. A large
+/// piece is sent in place; a rank's small pieces are copied together, with at most `bucket_bytes` of copies in flight.
 GRADACCUM_INLINE void all_gather_parameters(Connections& connections, Connections::Channel channel,
                                             const Shards& shards, const std::vector<std::size_t>& indices,
                                             std::int64_t bucket_bytes) {
@@ -628,7 +629,7 @@ GRADACCUM_INLINE void all_gather_parameters(Connections& connections, Connection
 struct ReplicaCommunicator::GatheredNorms {
   std::weak_ptr<Connections> connections;  // expire with the replicas, even if the window lives on
   Connections::Pending pending;
-  at::Tensor sums;  // the norm of each rank, to which others add 0; then the number of ranks with an overflow
+  at::Tensor sums;  // each rank's norm (others add 0), then the number of overflows
   bool received = false;
 
   WindowGradients::Measure wait() {
@@ -700,7 +701,7 @@ GRADACCUM_INLINE void ReplicaCommunicator::backward(const std::shared_ptr<Window
   }
 }
 
-/// Announces that this rank runs a backward, without knowing which others do: all will send.
+/// Announces that this rank runs a backward. It does not know which other ranks do, so all of them send.
 GRADACCUM_INLINE void ReplicaCommunicator::run_round(WindowGradients& window, const std::function<void()>& run) {
   connections_->begin_exchange(exchange_.get());
   at::Tensor sums;
@@ -713,7 +714,7 @@ GRADACCUM_INLINE void ReplicaCommunicator::run_round(WindowGradients& window, co
     if (options_.overlap) scope.emplace(exchange_);
     run();
   }
-  window.fold_into_sums();  // those that were not sent
+  window.fold_into_sums();  // gradients that were not sent
   exchange_->end_round();
   connections_->wait(pending, "the others to send gradients");
 }
@@ -755,7 +756,8 @@ GRADACCUM_INLINE void ReplicaCommunicator::reduce(const std::shared_ptr<WindowGr
   announced_ = false;
 }
 
-/// Begins the exchange on all ranks now, so that a rank that reads the norm later does not wait for those that do not.
+/// Begins the exchange on all ranks now, so that a rank that reads the norm later does not wait for ranks that never
+/// read it.
 GRADACCUM_INLINE void ReplicaCommunicator::gather_norms(WindowGradients& window) {
   if (norms_) norms_->wait();  // of a window that was not stepped: each rank waits for it once
   const auto own = window.measure();
@@ -772,7 +774,7 @@ GRADACCUM_INLINE StepResult ReplicaCommunicator::step(AnyOptimizer& optimizer,
                                                       const std::shared_ptr<WindowGradients>& window) {
   if (!shards_) return step_optimizer(optimizer, window->handle());
   TORCH_CHECK(connections_, "Replicas: must outlive training with the accumulator, but were destroyed");
-  connections_->check_usable();  // otherwise this rank's pieces would move before it notices a failure
+  connections_->check_usable();  // otherwise this rank would step before it notices a failure
   StepResult result = StepResult::empty;
   or_give_up([&] {
     if (!used_.empty()) {
@@ -801,7 +803,7 @@ GRADACCUM_INLINE bool ReplicaCommunicator::others_continue(const std::shared_ptr
   });
   if (joined_->active > 0) return true;
   joined_.reset();
-  if (!exchange_->begun()) exchange_.reset();  // otherwise it has sums of a window that goes on
+  if (!exchange_->begun()) exchange_.reset();  // otherwise it has sums of a window that continues
   return false;
 }
 
@@ -821,7 +823,7 @@ GRADACCUM_INLINE WindowTotals ReplicaCommunicator::sums_of_all(const WindowTotal
   return all;
 }
 
-/// Sums each rank's numbers over all, and repeats while a rank is inside a window's backward.
+/// Sums the ranks' numbers, and repeats while any rank is inside a window's backward.
 GRADACCUM_INLINE WindowTotals ReplicaCommunicator::agree(const std::shared_ptr<WindowGradients>& window, bool active) {
   auto own = report ? report() : WindowTotals();
   own.weight = window->items();
@@ -889,7 +891,7 @@ GRADACCUM_INLINE Archive::Values fingerprints_of(const Archive::Values& values) 
   return prints;
 }
 
-/// Returns the values that differ from rank 0's, `first`, in which fingerprints replace tensors.
+/// Returns the values that differ from rank 0's, `first`, where fingerprints replace tensors.
 GRADACCUM_INLINE Archive::Values different_values(const Archive::Values& values, const Archive::Values& first) {
   const auto to_the_bit = [](auto& value) { return pack({{"", value}}); };  // NaN equals NaN
   Archive::Values own;
@@ -905,9 +907,9 @@ GRADACCUM_INLINE Archive::Values different_values(const Archive::Values& values,
   return own;
 }
 
-/// Combines the states of all ranks: rank 0's, and others' values that differ from it, under `rank_1.` and so on:
-/// random states and positions in the data, say. Rank 0's archive receives the numbers and strings of the others.
-/// Tensors are not sent: another rank's archive keeps only its own tensors that differ.
+/// Combines the states of all ranks: rank 0's, and different values of other ranks, such as random states and positions
+/// in the data, under `rank_1.` and so on. Rank 0's archive receives the numbers and strings of other ranks. Tensors
+/// are not sent: another rank's archive keeps only its own tensors that differ.
 GRADACCUM_INLINE void ReplicaCommunicator::gather(Archive& archive) const {
   TORCH_CHECK(connections_ || !shards_, "Replicas: must outlive saving what they have sharded, but were destroyed");
   if (!connections_) return;
@@ -934,7 +936,7 @@ GRADACCUM_INLINE void ReplicaCommunicator::keep_own_values(Archive::Values& valu
   Archive::Values own;
   const auto prefix = prefix_of_rank(rank());
   for (auto value = values.lower_bound("rank_"); value != values.end() && value->first.starts_with("rank_");) {
-    if (without_rank(value->first) == value->first) {  // a part whose name merely begins like that
+    if (without_rank(value->first) == value->first) {  // another part's name may begin like that
       ++value;
       continue;
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loss scale: multiplies losses, finds overflow, backs off and grows.
+// Implements the loss scale: multiplies losses, finds overflow, backs off and grows.
 #pragma once
 
 #include <gradaccum/amp_scaler.hpp>
@@ -30,7 +30,7 @@
 namespace gradaccum {
 namespace detail {
 
-/// The loss scale and its updates: bit for bit those of PyTorch's device kernels, in float32, but on the host.
+/// Updates the loss scale on the host, in float32, with the same bits as PyTorch's device kernels.
 struct LossScale {
   double growth_factor = 2, backoff_factor = 0.5, min_scale = 0;
   std::int64_t growth_interval = 2000;
@@ -108,7 +108,7 @@ struct LossScale {
   }
 };
 
-/// A device number that is copied to the host without a wait, and read once it has arrived.
+/// Copies a device number to the host without waiting. It is read after it has arrived.
 class AsyncNumber {
  public:
   /// Begins to copy a 0-dim float32 tensor. Does nothing while a copy is in flight.
@@ -133,7 +133,7 @@ class AsyncNumber {
   std::optional<c10::Event> copied_;
 };
 
-/// A loss scale that stays on a device, which updates it as `LossScale` would.
+/// Keeps a loss scale on a device, and updates it there as `LossScale` does.
 class DeviceScale {
  public:
   DeviceScale(const LossScale& scale, at::Device device) {
@@ -145,12 +145,13 @@ class DeviceScale {
     growth_tracker().fill_(std::min(scale.growth_tracker, most_counted));
   }
 
-  /// The scale as 0-dim float32 and float64 tensors, not written to while other code has them: backward keeps them.
+  /// Returns the scale as 0-dim float32 or float64 tensors. They are not written to while other code, such as backward,
+  /// holds them.
   const at::Tensor& value() const { return value_; }
   const at::Tensor& wide() const { return wide_; }
 
-  /// Updates the scale. `found_inf`: 0-dim float32, 1 after an overflow. Throws if the scale has left its range, some
-  /// updates late, since the host does not wait for it.
+  /// Updates the scale. `found_inf`: 0-dim float32, 1 after an overflow. Throws if the scale has left its range, but
+  /// some updates later, since the host does not wait for the device.
   void update(const at::Tensor& found_inf, LossScale by) {
     c10::InferenceMode usable_in_backward(false);
     at::NoGradGuard no_grad;
@@ -169,7 +170,7 @@ class DeviceScale {
       next.copy_(last);
       set_state(next);
       auto tracker = growth_tracker();
-      tracker.clamp_max_(by.growth_interval - 1);  // else it would never be due
+      tracker.clamp_max_(by.growth_interval - 1);  // otherwise growth would never be due
       at::_amp_update_scale_(value_, tracker, found_inf, by.growth_factor, by.backoff_factor, by.growth_interval);
       value_.clamp_min_(smallest);
       wide_.copy_(value_);
@@ -199,8 +200,8 @@ class DeviceScale {
   }
   at::Tensor growth_tracker() const { return state_.view(at::kInt).select(0, 3); }
 
-  StreamMemory memory_, before_;  // of this state, and of the last one
-  at::Tensor state_;              // float64 [2] as ScaleState has it
+  StreamMemory memory_, before_;  // of this and of the last state
+  at::Tensor state_;              // float64 [2], see ScaleState
   at::Tensor value_, wide_;       // views of the state
   AsyncNumber copy_of_value_;
 };
@@ -234,14 +235,14 @@ struct AmpScaler::State {
   /// Python's `_per_optimizer_states`: an optimizer's stage, and its window, scaled until it is unscaled or closed.
   struct PerOptimizer {
     Stage stage = Stage::ready;
-    std::optional<Gradients> gradients = {};  // none: the scaler has not met this window yet
-    Accumulator* accumulator = nullptr;       // the owner of the window, if it is not of one batch
+    std::optional<Gradients> gradients = {};  // none: not joined yet
+    Accumulator* accumulator = nullptr;       // owner of the window, if it spans batches
 
     bool closed() const { return !gradients || gradients->closed(); }
     bool open() const { return accumulator && !closed(); }
 
-    /// Returns the result of a window that was closed by `flush()` or the like, or was only unscaled. A window counts
-    /// only if it was unscaled, or about to be stepped.
+    /// Returns the result of a window that was closed outside of `step`, for example by `flush()`, or was only
+    /// unscaled. A window counts only if it was unscaled, or about to be stepped.
     StepResult result() {
       const bool judged = gradients && gradients->closed() && gradients->judged();
       if (stage == Stage::stepped || (!judged && stage != Stage::unscaled)) return StepResult::empty;
@@ -251,7 +252,7 @@ struct AmpScaler::State {
       return overflowed ? StepResult::skipped : StepResult::stepped;
     }
   };
-  /// The findings on gradients since the last update.
+  /// Results of overflow checks since the last update.
   struct Found {
     bool finite = false, inf = false;
     std::vector<at::Tensor> on_devices = {};  // 0-dim float32, 1 after an overflow
@@ -360,7 +361,7 @@ struct AmpScaler::State {
     };
   }
 
-  /// Keeps one tensor for each device: backward saves it, so nothing may write to it meanwhile. A 0-dim float32 tensor
+  /// Keeps one tensor for each device: backward saves it, so nothing may write to it until then. A 0-dim float32 tensor
   /// makes a 0-dim float16 loss float32; a number would not.
   const at::Tensor& scale_on(at::Device device) {
     auto& tensor = on_devices[device];
@@ -376,7 +377,7 @@ struct AmpScaler::State {
   bool enabled = true, on_device = false;
   std::optional<detail::DeviceScale> device_scale = {};
   std::unordered_map<at::Device, at::Tensor> on_devices = {};
-  std::map<const void*, PerOptimizer> optimizers = {};  // those met since the scale could last change
+  std::map<const void*, PerOptimizer> optimizers = {};  // joined since the scale could last change
   Found found = {};
 };
 
@@ -495,7 +496,7 @@ GRADACCUM_INLINE void AmpScaler::update(std::optional<double> new_scale) {
 GRADACCUM_INLINE std::map<std::string, double> AmpScaler::state_dict() const {
   if (!state_->enabled) return {};
   const auto now = state_->current();
-  if (state_->device_scale) now.check_reached(now.value, 0);  // such a state could not be loaded
+  if (state_->device_scale) now.check_reached(now.value, 0);  // load would reject such a state
   return now.state_dict();
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// An archive of values by name, which saves and loads with the same code.
+// Implements an archive of values by name, which saves and loads with the same code.
 #pragma once
 
 #include <gradaccum/archive.hpp>

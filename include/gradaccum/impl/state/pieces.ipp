@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tensors and random states as pieces of an archive, checked before any is changed.
+// Archives tensors and random states, which are all checked before any is changed.
 #pragma once
 
 #include <gradaccum/detail/state/pieces.hpp>
@@ -46,7 +46,7 @@ GRADACCUM_INLINE std::optional<PieceName> PieceName::of(std::string_view text) {
   PieceName name{.parameter = std::string(text.substr(0, bracket)), .begin = next(":"), .end = next(" of ")};
   bool counts = name.begin >= 0 && name.end >= 0;
   while (counts && !numbers.empty() && numbers != "]") counts = name.sizes.emplace_back(next("x")) >= 0;
-  if (!counts || name.text() != text) return {};  // which tells whether the separators are right, too
+  if (!counts || name.text() != text) return {};  // checks the separators, too
   return name;
 }
 
@@ -221,7 +221,7 @@ GRADACCUM_INLINE std::string frozen_parameters(const torch::nn::Module& module) 
   return frozen;
 }
 
-/// Saves or loads which parameters learn. Where changes are allowed, that stays as it is in the program.
+/// Saves or loads which parameters are frozen. If changes are allowed, loading keeps the program's choice.
 GRADACCUM_INLINE void archive_frozen(Archive& archive, torch::nn::Module& module) {
   std::optional frozen = frozen_parameters(module);
   archive("(frozen)", frozen);  // no tensor can have this name

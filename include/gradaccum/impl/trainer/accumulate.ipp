@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How many micro-batches a window has.
+// Decides how many micro-batches a window has.
 #pragma once
 
 #include <gradaccum/policies/accumulate.hpp>

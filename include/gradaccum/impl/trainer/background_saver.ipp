@@ -31,7 +31,7 @@
 
 namespace gradaccum::detail {
 
-/// Copies bytes in parallel over many arrays, most of which may be small.
+/// Copies many arrays, most of which may be small, with several threads.
 class ParallelCopy {
  public:
   void add(char* to, const at::Tensor& contiguous) {
@@ -63,7 +63,7 @@ GRADACCUM_INLINE char* StateCopy::begin(const std::string& file) const {
   return reinterpret_cast<char*>((address + OutputFile::block - 1) / OutputFile::block * OutputFile::block);
 }
 
-/// Copies from devices to pinned memory, in the order of what their current streams do.
+/// Copies from devices to pinned memory, ordered with the work on their current streams.
 class DeviceCopies {
  public:
   explicit DeviceCopies(bool staged) : staged_(staged) {}
@@ -77,7 +77,7 @@ class DeviceCopies {
     else
       to.copy_(bytes, /*non_blocking=*/true);
   }
-  /// Adds an event for each device, after the last copy: the memory must not be used again before.
+  /// Adds an event for each device, after its last copy; until then, the memory must not be reused.
   void run(std::vector<c10::Event>& copied) const {
     for (auto& [device, staged] : staged_by_device_) {
       const c10::impl::VirtualGuardImpl streams(device.type());
@@ -145,7 +145,7 @@ GRADACCUM_INLINE void StateCopy::copy_file(const std::string& file, const io::Te
 GRADACCUM_INLINE StateFiles StateCopy::write(const std::filesystem::path& folder) const {
   for (auto& event : copied_) {
     c10::impl::VirtualGuardImpl(event.device_type())
-        .setDevice(event.device());  // otherwise a thread makes use of the first
+        .setDevice(event.device());  // otherwise a thread uses the first device
     event.synchronize();
   }
   StateFiles files;
@@ -164,7 +164,7 @@ GRADACCUM_INLINE std::int64_t StateCopy::bytes() const {
   return sum;
 }
 
-/// Lets the threads of the training go first: on Linux each thread has a priority of its own.
+/// Gives the training's threads precedence: Linux has one priority per thread.
 GRADACCUM_INLINE void lower_priority_of_thread() {
   ::setpriority(PRIO_PROCESS, static_cast<id_t>(::syscall(SYS_gettid)), 10);
 }
@@ -182,16 +182,16 @@ struct BackgroundSaver::Work {
         writer(directory, training),
         write_part([this, &copy] { writer.write([&copy](const auto& folder) { return copy.write(folder); }); }) {}
 
-  ~Work() { dropped = true; }  // before the thread is waited for
+  ~Work() { dropped = true; }  // before `saved` waits for the thread
 
-  /// Runs on the thread. Returns the path of the state on rank 0, and none on other ranks.
+  /// Runs on the thread. Returns the path of the state on rank 0, or an empty path on other ranks.
   std::filesystem::path run(const Then& then) {
     try {
       detail::lower_priority_of_thread();
       const auto begun = Clock::now();
       write_part();
       written.get();
-      const auto patience = std::chrono::seconds(10) + (Clock::now() - begun);  // with ranks on a slower disk
+      const auto patience = std::chrono::seconds(10) + (Clock::now() - begun);  // for ranks with slower disks
       std::optional<Clock::time_point> deadline;
       auto path = writer.finish([&] {
         if (dropped && !deadline) deadline = Clock::now() + patience;
@@ -228,7 +228,7 @@ GRADACCUM_INLINE BackgroundSaver::~BackgroundSaver() {
   }
 }
 
-/// Keeps it in memory: its destructor would wait for the thread.
+/// Leaks the work in a forked process, because its destructor would wait for a thread that only the parent has.
 GRADACCUM_INLINE void BackgroundSaver::leave_work_to_parent() {
   if (work_ && work_->process != ::getpid()) new std::shared_ptr<Work>(std::exchange(work_, {}));
 }
@@ -245,7 +245,7 @@ GRADACCUM_INLINE void BackgroundSaver::check() {
 GRADACCUM_INLINE void BackgroundSaver::join() const {
   if (!work_) return;
   work_->written.wait();
-  work_->dropped = true;  // a rank that does not live must not be waited for without end
+  work_->dropped = true;  // limits the wait for a rank that has died
   work_->saved.wait();
 }
 
@@ -259,7 +259,7 @@ GRADACCUM_INLINE std::filesystem::path BackgroundSaver::wait() {
   return last_ = detail::path_of_first(peers, detail::on_all(peers, [&] { return work->saved.get(); }));
 }
 
-/// Returns true on all ranks if one is busy.
+/// Returns true on all ranks if any of them is busy.
 GRADACCUM_INLINE bool any_is(bool busy, const detail::Communicator* peers) {
   if (!peers) return busy;
   const auto all = peers->all_gather_text(busy ? "busy" : "");

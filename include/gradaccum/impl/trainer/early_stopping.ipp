@@ -55,7 +55,7 @@ GRADACCUM_INLINE int EarlyStopping::fit_scope() {
 
 GRADACCUM_INLINE void EarlyStopping::on_validation(const Validation& validation) {
   const auto number = validation[metric];
-  if (!number || !validation.due) return;  // of another Validate, or of a fit that ended between two of them
+  if (!number || !validation.due) return;  // another Validate's, or made when the fit ended
   const bool over = add(*number);
   if (waited == 0) best_update = validation.update;
   if (over && trainer) trainer->stop_on_all(reason());

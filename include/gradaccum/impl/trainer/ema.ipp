@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// An exponential moving average of a model's weights.
+// Keeps an exponential moving average of a model's weights.
 #pragma once
 
 #include <gradaccum/policies/ema.hpp>
@@ -23,7 +23,7 @@ namespace gradaccum {
 
 namespace detail {
 
-/// The averages of a model, and the way to put them into it; not inside of Ema, whose members have names used here.
+/// Averages of a model's tensors, and swapping them into it. Outside of Ema, whose member names it uses.
 struct Averages {
   using Tensors = std::vector<std::pair<std::string, at::Tensor>>;  // of a model
   struct Average {
@@ -42,7 +42,7 @@ struct Averages {
     return c10::str(name, ", ", dtype, ' ', tensor.sizes(), " on ", tensor.device());
   }
 
-  /// Each tensor of a model once, in the model's order.
+  /// Returns each tensor of a model once, in the model's order.
   static Tensors distinct_tensors(torch::nn::Module& module, bool buffers) {
     Tensors all;
     std::unordered_set<const void*> seen;
@@ -65,7 +65,7 @@ struct Averages {
     TORCH_CHECK(!swapped, "Ema: ", call, " needs the model's own weights, but it holds the averages; swap back first");
   }
 
-  /// The tensors of the model that the averages are of; throws if it has changed.
+  /// Returns the tensors of the model that have averages. Throws if they have changed since the averages were made.
   Tensors known_tensors(torch::nn::Module& module, bool buffers) const {
     auto tensors = distinct_tensors(module, buffers);
     const auto known = averages.size(), now = tensors.size();
@@ -99,7 +99,8 @@ struct Averages {
     ++updates;
   }
 
-  /// Takes one operation for tensors in a row of one device and dtype. 16-bit ones are copied, so some at a time.
+  /// Updates consecutive averages of one device and dtype in one operation. Tensors of other dtypes are converted,
+  /// which needs copies, so that their number in one operation is limited.
   void move_towards(const Tensors& tensors, double weight) const {
     std::vector<at::Tensor> targets, values;
     std::int64_t copied = 0;
@@ -137,7 +138,7 @@ struct Averages {
     swapped = !swapped;
   }
 
-  /// Checks all before it changes anything.
+  /// Checks every value before it changes any.
   void state(Archive& archive, bool buffers) {
     TORCH_CHECK(attached || !archive.loading(), "Ema: loading needs the model; call attach(model) first");
     check_not_swapped(archive.loading() ? "loading" : "saving");
@@ -156,7 +157,7 @@ struct Averages {
       archive("average." + name, value);
       const bool fits = value.defined() && value.layout() == at::kStrided && value.sizes() == tensor.sizes() &&
                         value.scalar_type() == state_type(tensor);
-      if (!fits && archive.changes_allowed()) return;  // another model's: those of this one stay as they are
+      if (!fits && archive.changes_allowed()) return;  // of another model: keep the current average
       TORCH_CHECK(fits, "Ema: a loaded average must be that of ", described(name, state_type(tensor), tensor), "; got ",
                   value.defined() ? described("one", value.scalar_type(), value) : "an undefined tensor");
       loaded.push_back({name, tensor.scalar_type(), value.to(tensor.device())});

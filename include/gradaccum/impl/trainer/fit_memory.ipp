@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Connects the search for rows that fit into memory to a Trainer, or to a loop of your own.
+// Connects the search for rows that fit into memory to a Trainer, or to a hand-written loop.
 #pragma once
 
 #include <gradaccum/policies/fit_memory.hpp>
@@ -30,12 +30,12 @@ struct FitMemory::Run {
 
 namespace detail {
 
-/// A Trainer's batches in micro-batches that fit into memory, as `FitMemory` says.
+/// Divides a Trainer's batches into micro-batches that fit into memory; see `FitMemory`.
 class FittedBatches final : public BatchDivider {
  public:
   FittedBatches(Loop& loop, const FitMemory& memory) : loop_(loop), memory_(memory) {}
 
-  /// Takes as many rows at once as training does, if that is known.
+  /// Divides a batch of an evaluation into parts of as many rows as in training, if that number is known.
   void for_each_part(const AnyBatch& batch, c10::function_ref<void(const AnyBatch&)> use) const override {
     if (!batch.is_divisible()) return use(batch);
     const auto rows = batch.rows();
@@ -44,8 +44,8 @@ class FittedBatches final : public BatchDivider {
     for (std::int64_t from = 0; from < rows; from += at_once) batch.part(from, std::min(rows, from + at_once), use);
   }
 
-  /// A batch may span several windows if `Accumulate` counts samples. No window gets, or leaves, too few rows for a
-  /// micro-batch.
+  /// Returns the row where the current window ends: a batch may span several if `Accumulate` counts samples. Neither
+  /// this window's part of the batch nor the rest has fewer than `min_rows`.
   std::int64_t end_of_window(const AnyBatch& batch, std::int64_t from) const override {
     const auto rows = batch.rows();
     const auto left = loop_.batch_size - loop_.record.so_far().samples;
@@ -54,8 +54,8 @@ class FittedBatches final : public BatchDivider {
     return rows - to < memory_.min_rows ? rows : to;
   }
 
-  /// After running out of memory, the sums of an open window are restored from a copy, and so is the state of policies
-  /// that see micro-batches.
+  /// Trains with rows of a batch. After running out of memory, restores the sums of the open window and the state of
+  /// policies that see micro-batches from copies.
   void run(const AnyBatch& batch, std::int64_t from, std::int64_t to) override {
     auto& window = loop_.window;
     const auto device = loop_.trainer.device();
@@ -95,12 +95,12 @@ class FittedBatches final : public BatchDivider {
  private:
   Loop& loop_;
   const FitMemory& memory_;
-  MemoryFitter& fitter() const { return memory_.made_run().fitter; }  // of now: the policy may have been assigned
+  MemoryFitter& fitter() const { return memory_.made_run().fitter; }  // not kept: the policy may be assigned
 };
 
 }  // namespace detail
 
-/// Keeps what a loop of one's own has found before.
+/// Keeps the sizes that an earlier hand-written loop has found.
 GRADACCUM_INLINE void FitMemory::attach(TrainerBase& trainer) {
   run.reset(run ? new Run(*run) : new Run);
   auto& loop = trainer.loop();
@@ -129,7 +129,7 @@ GRADACCUM_INLINE FitMemory::Run& FitMemory::made_run() const {
   return *run;
 }
 
-/// The last backward leaves the window one micro-batch short of being full, as its owner expects before `step()`.
+/// Leaves the last micro-batch incomplete, so that `step()` completes it and the window, as after any backward().
 GRADACCUM_INLINE Loss FitMemory::backward(Accumulator& optimizer, torch::nn::Module& module,
                                           const detail::AnyBatch& batch) {
   auto& window = *optimizer.window_;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Weighted means of losses and metrics over micro-batches and processes.
+// Computes weighted means of losses and metrics over micro-batches and ranks.
 #pragma once
 
 #include <gradaccum/metrics.hpp>
@@ -67,13 +67,13 @@ GRADACCUM_INLINE void MeanLoss::reduce(SumOfRanks sum) {
 
 namespace detail {
 
-/// Each target as it was found and as it is: a class, or yes or no in [targets, labels].
+/// Predictions and targets: classes, or booleans of shape [targets, labels].
 struct Decisions {
   at::Tensor found, wanted, counts, right, impossible;
   std::int64_t classes = 0;  // or labels
   bool of_labels = false;
 
-  /// Counts the targets with these weights by their class, or by their label.
+  /// Sums the weights of targets by class, or by label.
   at::Tensor count(const at::Tensor& which, const at::Tensor& weights) const {
     if (of_labels) return which.logical_and(weights).sum(0);
     return at::zeros({classes}, which.options()).scatter_add_(0, which.flatten(), weights.flatten().to(at::kLong));
@@ -100,7 +100,7 @@ GRADACCUM_INLINE Decisions decide(const ClassesOf& of, const Loss& loss) {
               of.dim, " for this task, got one of shape ", output.sizes());
   TORCH_CHECK(task == Task::multiclass || same, of.metric, ": an output of shape ", output.sizes(),
               " with one score for each target needs a target of that shape, got ", given.sizes());
-  const auto target = given.is_floating_point() ? given : given.to(at::kLong);  // bool and uint8 have no -100
+  const auto target = given.is_floating_point() ? given : given.to(at::kLong);  // bool and uint8 cannot hold -100
   if (task != Task::multiclass) {
     they.of_labels = true;
     if (task == Task::binary) they.classes = 1;
@@ -169,7 +169,7 @@ GRADACCUM_INLINE double class_score(const ClassesOf& of, const at::Tensor& count
   return right.div(of_what).nan_to_num(0).mul(weights).sum().div(weights.sum()).nan_to_num(0).item<double>();
 }
 
-/// A rank without batches does not know the number of classes.
+/// Sums the counts of all ranks. A rank without batches does not know the number of classes, and learns it here.
 GRADACCUM_INLINE void reduce_counts(std::string_view metric, at::Tensor& counts, SumOfRanks sum) {
   const auto size = counts.defined() ? static_cast<double>(counts.numel()) : 0;
   auto sizes = at::tensor({size, size * size, size > 0 ? 1.0 : 0.0}, at::kDouble);

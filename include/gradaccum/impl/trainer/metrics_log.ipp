@@ -21,11 +21,11 @@ namespace gradaccum {
 struct MetricsLog::Run {
   const MetricsLog& options;
   const FitStatus& status;                                                    // the trainer's
-  std::shared_ptr<MetricsFile> file = {};                                     // null: this process does not write
+  std::shared_ptr<MetricsFile> file = {};                                     // null: this rank does not write
   std::set<std::string> validated = {};                                       // the names of all Validates
-  std::map<std::string, std::shared_ptr<MetricsFile>> validation_files = {};  // by name, beside a CSV file
+  std::map<std::string, std::shared_ptr<MetricsFile>> validation_files = {};  // by name; only for CSV
   std::int64_t windows = 0;
-  bool goes_on = false;  // lines of the run that this one goes on from are to be removed
+  bool goes_on = false;  // lines after the resumed state must be removed
 
   std::filesystem::path path_of(const std::string& validation) const {
     if (options.path.extension() != ".csv") return options.path;
@@ -41,7 +41,8 @@ struct MetricsLog::Run {
     return *beside;
   }
 
-  /// A run that is made before the first window was not known to the state: its line may be there.
+  /// Removes lines that the resumed run wrote after its state. A validation before the first window is repeated, so
+  /// that a line of it with the same `samples` is removed, too.
   void go_on_from(std::int64_t samples, bool validates) {
     if (!std::exchange(goes_on, false) || status.options.resume.empty() || !file) return;
     const auto last = static_cast<double>(samples);

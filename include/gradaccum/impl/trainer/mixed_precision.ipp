@@ -15,7 +15,7 @@ namespace gradaccum {
 
 GRADACCUM_INLINE void MixedPrecision::attach(TrainerBase& to) {
   trainer = &to;
-  static_cast<void>(forward_scope());  // throws where the device has no autocast, or not for this dtype
+  static_cast<void>(forward_scope());  // throws if the device has no autocast for this dtype
   TORCH_CHECK(!scaler.on_device,
               "MixedPrecision: scaler.on_device must be false; a Trainer has to know whether its parameters moved");
   auto options = scaler;

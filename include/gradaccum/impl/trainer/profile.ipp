@@ -27,14 +27,14 @@ namespace gradaccum {
 
 namespace detail {
 
-/// The memory by kind at the end of each phase. Counts what a `MemoryMeter` counts from construction on, and older
-/// memory of the known kinds until it is freed.
+/// Measures memory by kind at the end of each phase. Counts the allocations that a `MemoryMeter` sees from construction
+/// on, and older memory of the known kinds until it is freed.
 class MemoryByPhase {
  public:
   explicit MemoryByPhase(TrainerBase& trainer) : trainer_(trainer) {
     std::unordered_set<const void*> known;
     trainer_.for_each_held([&](std::int64_t MemoryByKind::*kind, const at::Tensor& tensor) {
-      if (kind == &MemoryByKind::state_copy && !trainer_.device().is_cpu()) return;  // pinned, and not on the device
+      if (kind == &MemoryByKind::state_copy && !trainer_.device().is_cpu()) return;  // pinned host memory
       for_each_storage(tensor, [&](const c10::Storage& storage) {
         if (known.insert(storage.unsafeGetStorageImpl()).second)
           older_.emplace_back(storage.getWeakStorageImpl(), static_cast<std::int64_t>(storage.nbytes()));
@@ -43,8 +43,8 @@ class MemoryByPhase {
     rest_before_ = now().rest;
   }
 
-  /// Ends a phase, and keeps its memory if it is the largest so far for that name. Memory that "forward" has added
-  /// counts as activations at its end, and as rest from the next phase on.
+  /// Ends a phase, and keeps its memory if it is the largest so far for that name. Memory that "forward" adds counts as
+  /// activations at its end, and as rest in later phases.
   void end(const std::string& phase) {
     auto bytes = now();
     const auto rest = bytes.rest;
@@ -87,8 +87,8 @@ class MemoryByPhase {
 
 }  // namespace detail
 
-/// Profiles a trainer's updates, each moment of them in one phase. Another update is measured before them, or after
-/// them if there is none, by kinds of memory. Begins on rank 0 alone.
+/// Profiles a trainer's updates, divided into phases without gaps, on rank 0 only. Measures memory by kind in the
+/// update before them, or in the one after them if they begin with the first.
 struct Profile::Run {
   const Profile& options;
   TrainerBase& trainer;
@@ -96,14 +96,14 @@ struct Profile::Run {
   std::int64_t begun = 0;  // updates before the profile
 
   std::optional<Profiler> profiler = {};
-  std::unique_ptr<at::RecordFunction> update_mark = {};  // in the trace
+  std::unique_ptr<at::RecordFunction> update_mark = {};  // marks an update in the trace
   std::optional<Profiler::Phase> phase = {};
   std::string phase_name = {};
   std::optional<detail::MemoryByPhase> memory = {};
-  ProfileReport measured_memory = {};  // has the memory alone
+  ProfileReport measured_memory = {};  // only its memory is set
   std::optional<ProfileReport> report = {};
 
-  /// Makes the directory before hours have gone by. Throws where no profiler can start.
+  /// Creates the directory, and throws if no profiler can start, before training begins.
   void prepare() const {
     if (!trainer.is_first() || report || trainer.updates() >= options.updates.second || trainer.status().options.smoke)
       return;
@@ -111,7 +111,7 @@ struct Profile::Run {
     detail::check_is_writable(options.directory);
   }
 
-  /// Begins a phase, which ends the one before it.
+  /// Begins a phase, which ends the previous one.
   void enter(const char* name) {
     if ((!profiler && !memory) || phase_name == name) return;
     end_phase();
@@ -125,8 +125,8 @@ struct Profile::Run {
     phase_name.clear();
   }
 
-  /// Begins a phase, and with it an update that is due, if its window has at most so many micro-batches: one that was
-  /// open already is another `fit`'s.
+  /// Begins a phase, and the profile or the measurement of memory if it is due. Does not begin either if the window has
+  /// more than `micro_batches`, because an earlier `fit` opened it.
   void begin(const char* name, std::int64_t micro_batches = 0) {
     const auto& status = trainer.status();
     const bool can_begin = trainer.is_first() && status.running && !status.options.smoke && !status.done();
@@ -142,7 +142,7 @@ struct Profile::Run {
     enter(name);
   }
 
-  /// Comes between two micro-batches.
+  /// Ends the profile and the measurement of memory when they are complete or the fit is done.
   void at_boundary() {
     const bool over = trainer.status().done();
     const auto made = trainer.updates();
@@ -164,7 +164,7 @@ struct Profile::Run {
     update_mark = detail::trace_mark("update " + std::to_string(trainer.updates() + 1));
   }
 
-  /// Discards the memory of an update that has not come to its end.
+  /// Keeps the measured memory if its update was completed, and adds it to a report that exists.
   void end_memory() {
     end_phase();
     if (trainer.updates() > measured) {
@@ -178,7 +178,7 @@ struct Profile::Run {
     detail::write_profile(options.directory, *report);
   }
 
-  /// Ends everything at once, without a file.
+  /// Drops the profile and the measurement without writing a file.
   void abandon() {
     phase.reset();
     update_mark.reset();
@@ -198,7 +198,7 @@ GRADACCUM_INLINE void Profile::attach(TrainerBase& trainer) {
   run.reset(new Run{.options = *this, .trainer = trainer});
 }
 
-/// Ends what an exception has left at work. Other processes do not know that rank 0 does not begin.
+/// Drops an unfinished profile when the fit ends. If it cannot start, ends the other ranks' fit, too.
 GRADACCUM_INLINE std::shared_ptr<void> Profile::fit_scope() {
   try {
     run->prepare();
@@ -209,12 +209,12 @@ GRADACCUM_INLINE std::shared_ptr<void> Profile::fit_scope() {
   return {nullptr, [run = run](void*) { run->abandon(); }};
 }
 
-/// Begins nothing in the middle of an epoch, where a `fit` that resumes has not loaded its state yet.
+/// Does nothing if the fit resumes, since its state may not be loaded yet; then a boundary or a forward pass begins.
 GRADACCUM_INLINE void Profile::on_epoch_begin(std::int64_t) {
   if (run->trainer.status().resumed_from.empty()) run->begin("data");
 }
 
-/// Leaves out the forward passes of evaluations.
+/// Ignores the forward passes of evaluations.
 GRADACCUM_INLINE int Profile::forward_scope() {
   if (at::GradMode::is_enabled()) run->begin("forward", /*micro_batches=*/1);
   return 0;
@@ -222,7 +222,7 @@ GRADACCUM_INLINE int Profile::forward_scope() {
 
 GRADACCUM_INLINE void Profile::before_backward(Loss&) { run->enter("backward"); }
 
-/// Comes before the backward pass where that takes the steps.
+/// Does nothing if the backward pass steps, since this is then called before that pass.
 GRADACCUM_INLINE void Profile::before_close() {
   if (!run->trainer.steps_in_backward()) run->enter("reduce");
 }

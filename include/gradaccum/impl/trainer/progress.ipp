@@ -23,7 +23,7 @@ struct Progress::Run {
   double lr = 0;
   bool begun = false;
 
-  /// Says where a fit that was to go on has begun.
+  /// Shows whether and where the fit was resumed.
   void begin() {
     const auto& from = status.resumed_from;
     if (!from.empty()) shown.restart(status.fraction().value_or(0), status.samples);
@@ -62,7 +62,7 @@ GRADACCUM_INLINE int Progress::fit_scope() {
 GRADACCUM_INLINE void Progress::on_epoch_begin(std::int64_t) { run->loss = {}; }
 
 GRADACCUM_INLINE void Progress::after_window(const Step& step) {
-  if (run->shown.silent()) return;  // on a device, adding up takes time, too
+  if (run->shown.silent()) return;  // on a device, even a sum takes time
   run->loss.add(step.loss, step.items);
   run->lr = step.lr;
 }

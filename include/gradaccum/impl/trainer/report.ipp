@@ -26,12 +26,12 @@ namespace gradaccum {
 
 namespace detail {
 
-/// `1 sample`, `64 samples`
+/// Returns `1 sample`, or `64 samples`.
 GRADACCUM_INLINE std::string count_text(std::int64_t count, std::string_view noun) {
   return fmt::format("{} {}{}", count, noun, count == 1 ? "" : "s");
 }
 
-/// `20 epochs, or 1:00:00`
+/// Returns the limits of a fit, such as `20 epochs, or 1:00:00`.
 GRADACCUM_INLINE std::string limits_text(const FitOptions& options) {
   std::string text;
   const auto add = [&text](const std::string& limit) { text += (text.empty() ? "" : ", or ") + limit; };
@@ -63,16 +63,16 @@ struct Report::Run {
   RunPage page;
   std::optional<Clock::time_point> last = {};  // when speed and memory were measured
   std::int64_t samples_then = 0;
-  bool is_full = false;                                           // the window that is being closed is not a tail
+  bool is_full = false;                                           // the closing window is not a tail
   std::int64_t window_batches = 0, window_samples = 0;            // of the last full window
   std::vector<std::pair<std::string, std::int64_t>> memory = {};  // by kind; empty between measurements
   bool has_warned = false;
 
   bool writes() const { return !status.options.smoke; }
-  /// Measures memory and speed once in a while, since short times say little of the speed.
+  /// True if it is time to measure memory and speed, since short intervals give noisy speeds.
   bool is_time_to_measure() const { return writes() && detail::is_time_to_ask(last); }
 
-  /// Measures the speed since the last call; the first call of a fit only takes the time.
+  /// Adds the measured memory and the speed since the last call. The first call of a fit has no speed yet.
   void measure(std::int64_t update) {
     for (auto& [kind, bytes] : std::exchange(memory, {}))
       page.add("memory/" + kind, update, static_cast<double>(bytes));
@@ -84,7 +84,7 @@ struct Report::Run {
       page.add("train/samples_per_second", update, static_cast<double>(samples) / seconds);
   }
 
-  /// Keeps a setting of the user's that has this name.
+  /// Sets a value on the page, unless the user's settings have this name.
   void set(const std::string& setting, std::string text) {
     const auto is_it = [&setting](auto& other) { return other.first == setting; };
     if (std::none_of(options.settings.begin(), options.settings.end(), is_it)) page.set(setting, std::move(text));
@@ -93,7 +93,7 @@ struct Report::Run {
   void describe(bool is_over) {
     const auto report = detail::report_of(status);
     const auto& fit = status.options;
-    const auto begun = status.epochs + (status.batch > 0);  // epochs, of this fit
+    const auto begun = status.epochs + (status.batch > 0);  // epochs begun in this fit
     const auto epochs = status.epoch + 1 - begun + fit.epochs.value_or(1);
     const auto* const loss = page.curves().find("train/loss");
     const auto* const rate = is_over ? nullptr : page.curves().find("train/samples_per_second");
@@ -126,7 +126,7 @@ struct Report::Run {
   /// Writes the page for the last time. Does not throw, since a destructor calls it.
   void end(bool by_exception) try {
     if (!writes()) return;
-    if (!page.curves().find("train/samples_per_second")) measure(trainer.updates());  // it was short
+    if (!page.curves().find("train/samples_per_second")) measure(trainer.updates());  // the run was too short
     describe(true);
     auto how = status.stopped ? RunEnd::stopped : RunEnd::finished;
     auto why = status.stop_reason;
@@ -146,7 +146,7 @@ struct Report::Run {
   static void warn(const std::exception& error) { TORCH_WARN("Report: the page was not written: ", error.what()); }
 };
 
-/// Makes the page without writing it: the file may be that of the run that this one goes on from.
+/// Creates the page without writing it, because the file may belong to the run that this one resumes.
 GRADACCUM_INLINE void Report::attach(TrainerBase& trainer) {
   TORCH_CHECK(!path.empty(), "Report: path must be given");
   TORCH_CHECK(every.count() >= 0, "Report: every must be >= 0 s, got ", every.count(), " s");
@@ -166,7 +166,7 @@ GRADACCUM_INLINE std::shared_ptr<void> Report::fit_scope() {
   return {nullptr, [run = run, exceptions](void*) { run->end(std::uncaught_exceptions() > exceptions); }};
 }
 
-/// Measures memory when all gradients of a window are there and its activations are gone.
+/// Measures memory when a window has all its gradients and its activations have been freed.
 GRADACCUM_INLINE void Report::before_close() {
   if (!run) return;
   run->is_full = run->trainer.closing();
@@ -189,12 +189,12 @@ GRADACCUM_INLINE void Report::after_step(const Step& step) {
   if (!detail::is_nan(step.lr)) page.add("train/lr", step.update, step.lr);
   if (step.grad_norm.defined()) page.add("train/grad_norm", step.update, step.grad_norm.item<double>());
   if (run->is_time_to_measure()) run->measure(step.update);
-  if (!run->is_full) return;  // a tail says little of the others
+  if (!run->is_full) return;  // the size of a tail is not typical
   run->window_batches = step.batches;
   run->window_samples = step.samples;
 }
 
-/// Leaves the time of the validation out of the training's speed.
+/// Adds the metrics, and excludes the time of the validation from the training speed.
 GRADACCUM_INLINE void Report::on_validation(const Validation& validation) {
   if (!run || !run->writes()) return;
   const std::chrono::duration<double> took(validation.found.seconds);
@@ -208,12 +208,12 @@ GRADACCUM_INLINE void Report::at_boundary() {
   run->describe(false);
   try {
     run->page.update({.fraction = run->status.fraction(), .seconds = run->status.seconds()});
-  } catch (const std::exception& error) {  // it is tried again, and at the end
+  } catch (const std::exception& error) {  // a later boundary and the end try again
     if (!std::exchange(run->has_warned, true)) Run::warn(error);
   }
 }
 
-/// Leaves the curves out on ranks that have none, and where the state is of a training without a Report.
+/// Skips the curves on ranks that have no page, and when the state was saved without a Report.
 GRADACCUM_INLINE void Report::state(Archive& archive) {
   if (!run) return archive.leave_out("page");
   if (archive.loading() && !archive.has("page")) return;

@@ -20,16 +20,16 @@ GRADACCUM_INLINE std::vector<int> StopOn::usual() { return {SIGINT, SIGTERM, SIG
 
 struct SaveState::Run {
   TrainerBase& trainer;
-  bool rehearsed = false;                          // a state could be written
-  std::optional<std::filesystem::path> last = {};  // the state that this fit has saved
+  bool rehearsed = false;                          // a state can be written
+  std::optional<std::filesystem::path> last = {};  // the last state that this fit saved
   bool due = false, best_is_due = false, finished = false;
-  std::optional<double> measured = {};  // of the parameters as they are
-  std::vector<double> best = {};        // so far, the best first
+  std::optional<double> measured = {};  // of the current parameters
+  std::vector<double> best = {};        // the best first
   std::unique_ptr<detail::StopSignals> signals = {};
   FitStatus::Clock::time_point saved = FitStatus::Clock::now();  // or begun
   std::unique_ptr<BackgroundSaver> saver = {};                   // the last member, as its thread uses the others
 
-  /// Finds out before hours have gone by whether a state can be written. False while none can be made yet.
+  /// Throws if a state cannot be saved, so that this is found early. False if it is too early to check.
   bool rehearse(const std::filesystem::path& folder) const {
     const auto peers = trainer.peers();
     if (peers && peers->take_each_backward() && trainer.window().micro_batches > 0) return false;
@@ -45,7 +45,7 @@ struct SaveState::Run {
     trainer.loop().finish_background_save = [this] { saver->join(); };
   }
 
-  /// Saves, or begins to. A state that must not be skipped waits for an earlier one.
+  /// Saves, or begins to save in the background. `must_not_be_skipped`: waits for a state that is still being written.
   void save(const SaveState& options, bool must_not_be_skipped) {
     const auto keep = [this, directory = options.directory, keep_last = options.keep_last,
                        keep_best = options.keep_best](const std::filesystem::path& path) {
@@ -87,7 +87,7 @@ GRADACCUM_INLINE std::shared_ptr<void> SaveState::fit_scope() {
   if (!run->trainer.status().options.smoke)
     detail::run_on_all(run->trainer.peers().get(), [this] {
       if (!run->trainer.is_first()) return;
-      detail::StateDirectory(directory).sweep();  // though there may be no save
+      detail::StateDirectory(directory).sweep();  // even if the fit saves nothing
       detail::check_is_writable(directory);
     });
   if (!on_signals.signals().empty()) run->signals = std::make_unique<detail::StopSignals>(on_signals.signals());
@@ -101,7 +101,7 @@ GRADACCUM_INLINE std::shared_ptr<void> SaveState::fit_scope() {
 }
 
 GRADACCUM_INLINE void SaveState::before_backward(Loss&) { run->finished = false; }
-/// The tail of a fit that was stopped closes a window without a backward pass.
+/// Resets `finished` here, too, because the tail of a stopped fit closes a window without a backward pass.
 GRADACCUM_INLINE void SaveState::after_window(const Step&) { run->finished = false; }
 
 GRADACCUM_INLINE void SaveState::after_step(const Step& step) {
@@ -154,7 +154,7 @@ GRADACCUM_INLINE void SaveState::at_boundary() {
   if (!std::exchange(run->rehearsed, true)) run->rehearsed = run->rehearse(directory);
   const int signal = run->signals ? run->signals->received() : 0;
   if (signal != 0) trainer.interrupt(signal);
-  const bool ends = status.done() && (!run->finished || status.signal != 0);  // a signal that all processes know of
+  const bool ends = status.done() && (!run->finished || status.signal != 0);  // status.signal is set on all ranks
   if (run->saver) run->saver->check();
   if (run->due || run->best_is_due || status.saves || ends) run->save(*this, ends || run->best_is_due);
   if (run->saver && status.done()) run->saver->wait();

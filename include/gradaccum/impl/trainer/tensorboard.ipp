@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Writes a Trainer's numbers for TensorBoard.
+// Writes a Trainer's numbers as TensorBoard event files.
 #pragma once
 
 #include <gradaccum/policies/tensorboard.hpp>
@@ -22,7 +22,7 @@ namespace gradaccum {
 
 namespace detail {
 
-/// Returns the names that a module has for these; those that are none of its own are numbered.
+/// Returns the names of parameters in the module. A parameter that it does not have is named by its index.
 GRADACCUM_INLINE std::vector<std::string> names_of_parameters(const torch::nn::Module& module,
                                                               const std::vector<at::Tensor>& parameters) {
   std::unordered_map<const void*, std::string> known;
@@ -44,12 +44,12 @@ struct TensorBoard::Run {
   TrainerBase& trainer;
   const FitStatus& status = trainer.status();
   std::shared_ptr<SummaryWriter> file = {};
-  bool begins = true;                            // nothing has been written since it was built, or loaded
-  std::int64_t begun_at = 0;                     // the update
-  std::optional<Clock::time_point> before = {};  // the last point of the curve of speeds
+  bool begins = true;                            // nothing was written since construction or loading
+  std::int64_t begun_at = 0;                     // updates before the first write
+  std::optional<Clock::time_point> before = {};  // when the last speed was written
   std::int64_t samples_before = 0;
-  std::optional<Clock::time_point> measured = {};                              // memory
-  std::vector<std::pair<std::string, detail::ValueHistogram>> gradients = {};  // of a step that is yet to be taken
+  std::optional<Clock::time_point> measured = {};                              // when memory was measured
+  std::vector<std::pair<std::string, detail::ValueHistogram>> gradients = {};  // of the next step
 
   bool writes() const { return trainer.is_first() && !status.options.smoke; }
 
@@ -58,14 +58,14 @@ struct TensorBoard::Run {
         .directory = options.directory, .flush_every = options.flush_every, .purge_step = purge_step});
   }
 
-  /// Returns the writer for numbers of the training, the first of which begin a file: when the trainer is built or
-  /// loaded it is not known yet whether this goes on from a state, and whether there will be a training at all.
+  /// Returns the writer for numbers of the training. Opens it at the first of them, because only then is it known that
+  /// there is a training, and whether it resumes a state.
   SummaryWriter* begun() {
     if (!writes()) return nullptr;
     if (!begins) return file.get();
     std::optional<std::int64_t> purge_step;
     if (begun_at > 0) purge_step = begun_at + 1;
-    if (begun_at == 0 && !status.options.resume.empty()) purge_step = 0;  // killed before its first state
+    if (begun_at == 0 && !status.options.resume.empty()) purge_step = 0;  // a run may have died before its state
     if (purge_step || !file) open(purge_step);
     if (!options.hyperparameters.empty())
       file->add_text("hyperparameters", options.hyperparameters, purge_step.value_or(0));
@@ -73,7 +73,7 @@ struct TensorBoard::Run {
     return file.get();
   }
 
-  /// Forgets the window and the speed so far.
+  /// Restarts the measurement of speed and memory, and drops histograms that were not written.
   void restart() {
     if (begins) begun_at = trainer.updates();
     gradients.clear();
@@ -117,7 +117,7 @@ struct TensorBoard::Run {
     for (auto& [tag, histogram] : std::exchange(gradients, {})) file->add(tag, histogram, step);
   }
 
-  /// A state may be older than a validation of the same update, which is then made again: there is a point already.
+  /// True if the files have this point: a resumed run repeats a validation that followed the state at the same update.
   bool is_written(std::string_view tag, std::int64_t step) const {
     return begun_at > 0 && step == begun_at && detail::event_files_have(options.directory, step, tag);
   }
@@ -158,12 +158,12 @@ GRADACCUM_INLINE void TensorBoard::at_boundary() {
   if (run->file && run->status.done()) run->file->flush();
 }
 
-/// Keeps histograms until the step, so that those of a step that is skipped after an overflow are never written. Reads
-/// `raw()`, since `values()` would change the gradients.
+/// Keeps histograms until after the step, so that none are written for a step that an overflow skips. Reads `raw()`,
+/// since `values()` would change the gradients.
 GRADACCUM_INLINE void TensorBoard::before_step(Gradients& window) {
   run->gradients.clear();
   if (histograms_every == 0 || !run->begun()) return;
-  const auto parameters = window.parameters();  // says that there are none, with OptimizerInBackward
+  const auto parameters = window.parameters();  // throws with OptimizerInBackward, which keeps no gradients
   if ((run->trainer.updates() + 1) % histograms_every != 0) return;
   if (run->trainer.shards()) {
     TORCH_WARN_ONCE("TensorBoard: histograms of gradients are left out: with {.shard = …} no process has all of them");

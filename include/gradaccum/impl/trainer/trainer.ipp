@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The Trainer's loop: epochs, batches, micro-batches, windows, the place in the data, and the signals that stop a fit.
+// Implements the Trainer's loop: epochs, batches, micro-batches, windows, the position in the data, and the signals
+// that stop a fit.
 #pragma once
 
 #include <gradaccum/detail/trainer/loop.hpp>
@@ -99,7 +100,7 @@ GRADACCUM_INLINE void TrainerBase::validated(std::string name, Evaluation found,
   const auto is_earlier = [&](const Validation& one) { return one.name == validation.name; };
   std::erase_if(all, [&](auto& one) { return is_earlier(one) && one.update == validation.update && !one.due; });
   for (auto& one : all)
-    if (is_earlier(one)) one.found.tensors.clear();  // which may be large: the last one has them
+    if (is_earlier(one)) one.found.tensors.clear();  // may be large: only the newest keeps them
   all.push_back(validation);
   loop_->policies.all(&detail::AnyPolicy::on_validation, validation);
 }
@@ -274,7 +275,7 @@ GRADACCUM_INLINE void WindowRecord::check_losses(const at::Tensor& mean) {
   to_check_.clear();
 }
 
-/// A window's gradients are looked at once, so that nobody knows which of its batches it was.
+/// Names all batches of a window, because its gradients are checked only once, as a sum.
 GRADACCUM_INLINE void WindowRecord::leave_out(const std::string& parameter, FitStatus& status, std::int64_t update) {
   auto place = Place{status.batch - 1, status.epoch, update + 1}.text();
   if (step_.batches > 1) place = plain_text("one of the ", step_.batches, " batches up to ", place);
@@ -287,7 +288,7 @@ GRADACCUM_INLINE void WindowRecord::leave_out(const std::string& parameter, FitS
   status.nan_batches += std::max<std::int64_t>(step_.batches - std::exchange(left_out_, step_.batches), 0);
 }
 
-/// Losses on a device are looked at before they are saved.
+/// Reads losses on a device first, so that a non-finite one throws and is not saved.
 GRADACCUM_INLINE void WindowRecord::state(Archive& archive) {
   TORCH_CHECK(!in_hand_ && !being_closed_,
               "Trainer: must be saved and loaded between micro-batches, got a call inside one, which some policies "
@@ -344,7 +345,7 @@ GRADACCUM_INLINE Step WindowRecord::finish(const Gradients& gradients, bool move
   return step;
 }
 
-/// A misuse of the window names what to do in a loop by hand, so that an error of it says what to do here.
+/// Adds the Trainer's equivalent to errors of the window, whose advice is for hand-written loops.
 GRADACCUM_INLINE void Loop::give_up(bool others_wait) {
   try {
     throw;
@@ -356,7 +357,7 @@ GRADACCUM_INLINE void Loop::give_up(bool others_wait) {
           "the loss, a policy changes gradients in before_step(ga::Gradients&), and parameters in after_step");
     const auto peers = window.peers();
     if (peers && (others_wait || window.closing()->elsewhere())) peers->give_up(error.what());
-  } catch (...) {  // has nothing to tell other processes
+  } catch (...) {  // has no text for other ranks
   }
   discard();
 }
@@ -387,10 +388,10 @@ GRADACCUM_INLINE FitReport Loop::fit(AnyBatches& batches, const FitOptions& opti
   try {
     resume();
     if (!status.resumed_from.empty())
-      policies.all(&AnyPolicy::before_boundary);  // a validation that a signal cut short
+      policies.all(&AnyPolicy::before_boundary);  // repeats a validation that a signal cut short
     others_wait = true;
     stop_at_limits();
-    while (!status.done() || data.is_in_epoch()) run_epoch(batches);  // a fit that was done may have its epoch to end
+    while (!status.done() || data.is_in_epoch()) run_epoch(batches);  // a state may be of the end of an epoch
   } catch (...) {
     give_up(others_wait);
     throw;
@@ -425,7 +426,7 @@ GRADACCUM_INLINE void Loop::discard() {
   window.discard();
 }
 
-/// Policies begin the epoch before they are loaded: so they may do both.
+/// Calls `on_epoch_begin` before loading, so that it cannot overwrite the loaded state of a policy.
 GRADACCUM_INLINE void Loop::resume() {
   const auto& from = status.options.resume;
   const auto* const peers = window.peers().get();
@@ -454,14 +455,15 @@ GRADACCUM_INLINE void Loop::run_epoch(AnyBatches& batches) {
   end_epoch();
 }
 
-/// Trains with a batch of an epoch. Skips those that a loaded state has seen.
+/// Trains with a batch of an epoch, or skips it if the loaded state was saved after it. False ends the epoch's
+/// iteration.
 GRADACCUM_INLINE bool Loop::visit(const AnyBatch& batch) {
   if (data.skips(batch)) return true;
   data.see(batch);
   train_batch(batch);
   at_boundary();
   data.forget();
-  return !data.exhausted() && !status.done();  // a policy may have loaded another place
+  return !data.exhausted() && !status.done();  // a policy may have loaded another position
 }
 
 GRADACCUM_INLINE bool Loop::train_batch(const AnyBatch& batch) {
@@ -471,7 +473,8 @@ GRADACCUM_INLINE bool Loop::train_batch(const AnyBatch& batch) {
   return record.closing() && close_window();
 }
 
-/// What else ends a `fit` waits for the end of the batch: a training that goes on from a state begins with the next.
+/// Checks only `.updates` inside a batch. Other limits wait for its end, because a resumed run starts at the next
+/// batch.
 GRADACCUM_INLINE bool Loop::train_parts(const AnyBatch& batch) {
   const auto rows = batch.rows();
   const auto& most = status.options.updates;
@@ -486,8 +489,8 @@ GRADACCUM_INLINE bool Loop::train_parts(const AnyBatch& batch) {
   return moved;
 }
 
-/// The gradients of a batch in parts are exchanged with other processes only when the window closes: until then a part
-/// can be taken back.
+/// Ranks exchange the gradients of a divided batch only when the window closes, because its parts may be undone until
+/// then.
 GRADACCUM_INLINE void Loop::micro_batch(const AnyBatch& batch, bool begins, bool may_close) {
   if (record.so_far().micro_batches == 0) window.clear_others();
   record.begin_micro_batch(batch.samples(), begins, status);
@@ -504,7 +507,7 @@ GRADACCUM_INLINE void Loop::micro_batch(const AnyBatch& batch, bool begins, bool
       "graph a second time",
       [&] { return plain_text("Trainer: in batch ", status.batch - 1, " of epoch ", status.epoch, " (both from 0)"); },
       [&] { window.add(std::move(loss), closes_whole); });
-  if (closes_whole && window.peers()) {  // they send gradients until the window is complete
+  if (closes_whole && window.peers()) {  // ranks exchange gradients until it is complete
     prepare_to_close();
     window.complete_early();
   }
@@ -513,21 +516,21 @@ GRADACCUM_INLINE void Loop::micro_batch(const AnyBatch& batch, bool begins, bool
   record.end_micro_batch();
 }
 
-/// Runs once a window, before anything of it moves. Losses are read before others hear of them, or a part of the
-/// parameters moves; otherwise together with what is found of the gradients.
+/// Runs once per window, before any parameter is updated. Reads losses on a device now if ranks exchange them or the
+/// backward pass steps; otherwise `check_finite` reads them together with its result for the gradients.
 GRADACCUM_INLINE void Loop::prepare_to_close() {
   record.prepare(window.peers() || window.steps_in_backward(), [this] {
     policies.all(&AnyPolicy::before_close);
     auto& factor = window.closing()->factor();
     policies.all(&AnyPolicy::scale_gradients, factor);
     record.overflow_is_awaited = finite_required(factor);
-    if (record.overflow_is_awaited) factor.require_finite();      // policies are told whether the parameters moved
-    if (window.steps_in_backward() && trainer.device().is_cpu())  // on another each part would have to be waited for
+    if (record.overflow_is_awaited) factor.require_finite();      // policies learn whether parameters moved
+    if (window.steps_in_backward() && trainer.device().is_cpu())  // each part would synchronize another device
       window.closing()->set_look_at_part([this](auto& part) { check_finite(part); });
   });
 }
 
-/// Looks at the losses that nobody has read and at the gradients of a window, or a part of one, in one wait.
+/// Checks unread losses and the gradients of a window, or of a part of one, with one synchronization.
 GRADACCUM_INLINE void Loop::check_finite(WindowGradients& gradients) {
   auto mean = record.unread_mean();
   bool found = false;
@@ -539,7 +542,7 @@ GRADACCUM_INLINE void Loop::check_finite(WindowGradients& gradients) {
   if (!found || record.overflow_is_awaited) return;
   std::string parameter;
   const auto parameters = gradients.parameters(), all = gradients.raw();
-  const bool is_cut = window.peers() && window.peers()->shards();  // into pieces of parameters
+  const bool is_cut = window.peers() && window.peers()->shards();  // gradients are of slices of parameters
   for (std::size_t i = 0; i < all.size() && parameter.empty(); ++i)
     if (found_inf({all[i]}, norms({all[i]}, 2)).item<float>() != 0)
       for (auto& named : trainer.module().named_parameters())
@@ -558,9 +561,9 @@ GRADACCUM_INLINE bool Loop::close_window() {
   window.or_spoil([&] {
     const bool asks_first = checks(*window.closing()) && window.peers() && window.peers()->shards();
     if (asks_first)
-      gradients.factor().require_finite();  // once a policy has changed its part, nobody knows all of them
+      gradients.factor().require_finite();  // checked first: policies then change shards, and no rank has all of them
     policies.all(&AnyPolicy::before_step, gradients);
-    if (!asks_first && window.closing()->must_be_finite()) record.overflow_is_awaited = true;  // a policy asked for it
+    if (!asks_first && window.closing()->must_be_finite()) record.overflow_is_awaited = true;  // a policy required it
     check_finite(*window.closing());
   });
   const bool moved = window.close();
@@ -574,7 +577,7 @@ GRADACCUM_INLINE bool Loop::close_window() {
   return moved;
 }
 
-/// A window has begun with a micro-batch of this process, or of another.
+/// Closes the window if this rank or another has added a micro-batch to it.
 GRADACCUM_INLINE bool Loop::close_if_begun() {
   return (record.so_far().micro_batches > 0 || window.closes_with_others()) && close_window();
 }
@@ -593,12 +596,13 @@ GRADACCUM_INLINE void Loop::end_epoch() {
   status.end_epoch();
   data.end_epoch();
   policies.on_epoch_end(status.epoch);
-  // No process has batches now: each hears what others have wanted since the last exchange.
+  // No rank has batches left: exchanges the requests to stop or save that came since the last window.
   policies.others_continue();
   at_boundary();
 }
 
-/// Without a number of epochs, a `fit` whose batches bring no update would never end.
+/// Throws after an epoch without updates if only limits other than `.epochs` are set, because that fit would never end.
+/// Otherwise warns once per fit.
 GRADACCUM_INLINE void Loop::check_trained() {
   const auto& options = status.options;
   if (status.trained || window.has_weight() || status.done()) return;
@@ -624,7 +628,7 @@ GRADACCUM_INLINE std::string Loop::why_nothing_moved() const {
                   : "the optimizer has none of the model's parameters; was it made for a copy of the model?";
 }
 
-/// Closes windows with other processes, as long as they have batches.
+/// Closes windows together with other ranks while any of them has batches.
 GRADACCUM_INLINE void Loop::train_with_others() {
   for (bool others_have_batches = true; others_have_batches && !interrupted();) {
     others_have_batches = policies.others_continue();
@@ -633,12 +637,12 @@ GRADACCUM_INLINE void Loop::train_with_others() {
   }
 }
 
-/// Looks at limits only between two windows.
+/// Checks limits only between two windows.
 GRADACCUM_INLINE void Loop::stop_at_limits() {
   if (record.so_far().micro_batches == 0) status.stop_at_limits();
 }
 
-/// Policies hear of what was found, and may end the training, before one of them saves it.
+/// Calls every `before_boundary` first: a validation there may stop the fit before another policy saves its state.
 GRADACCUM_INLINE void Loop::at_boundary() {
   stop_at_limits();
   policies.all(&AnyPolicy::before_boundary);
@@ -658,7 +662,7 @@ GRADACCUM_INLINE std::optional<Evaluation> Loop::evaluate(AnyBatches& batches, E
     const char* const says = evaluator.with_gradients() ? nullptr : "does not require grad";
     const auto loss = explaining(says, how, [&] { return batch.loss(); });
     scopes.reset();
-    const at::NoGradGuard no_grad;  // a metric that adds outputs up would keep the graphs of all batches
+    const at::NoGradGuard no_grad;  // else a metric that sums outputs would keep all graphs
     evaluator.add(loss, batch.samples());
   };
   const auto is_cut = [&] { return interrupted() || StopSignals::came() != 0; };
@@ -688,8 +692,8 @@ GRADACCUM_INLINE void Loop::note_given() {
   kept = given;
 }
 
-/// Says what a program gives otherwise than the one that the state is of, since loading takes the state's; where
-/// changes are allowed, takes such options in place of the state's.
+/// Saves the options of the optimizer and the names of frozen parameters. Loading keeps the state's options and warns
+/// if this program has others; with `allow_changes`, the program's replace them.
 GRADACCUM_INLINE void Loop::archive_given(Archive& archive) {
   note_given();
   std::string changes;
@@ -711,7 +715,7 @@ GRADACCUM_INLINE void Loop::archive_given(Archive& archive) {
         value);
   }
   if (!archive.loading()) return;
-  archive.leave_out("given_options");  // those of groups that this program adds on the way
+  archive.leave_out("given_options");  // options of groups that the program adds later
   archive.when_all_fit([this, changed, changes, of_state, takes_them = archive.changes_allowed()] {
     kept = takes_them ? given : of_state;
     if (!takes_them && !changes.empty() && trainer.is_first())
@@ -736,7 +740,7 @@ GRADACCUM_INLINE std::optional<std::int64_t> Loop::planned_updates(std::int64_t 
   const auto decide = std::ranges::count_if(policies.list, [](auto& policy) { return policy->ready != nullptr; });
   if (decide != (steps_in ? 1 : 0) || (carries && window.peers())) return {};
   auto updates = at_epoch_begin;
-  auto open = carries ? record.so_far().batches - status.batch : 0;  // of a window that the epoch began with
+  auto open = carries ? record.so_far().batches - status.batch : 0;  // carried over from the last epoch
   for (std::int64_t ahead = 0; ahead < options.epochs.value_or(1) - status.epochs && updates < most; ++ahead) {
     const auto batches = data.most_batches(ahead, /*alone=*/!window.peers());
     if (!batches) return {};
@@ -760,7 +764,7 @@ GRADACCUM_INLINE void Loop::state(Archive& archive) {
   TORCH_CHECK(counts.updates >= 0 && counts.epochs >= 0, "Trainer: updates and epochs of a state must be >= 0, got ",
               counts.updates, " and ", counts.epochs);
   archive("losses", record);
-  if (status.running && !(archive.loading() && !archive.has("fit"))) {  // only another fit goes on from there
+  if (status.running && !(archive.loading() && !archive.has("fit"))) {  // only a fit resumes there
     archive("fit", status);
     archive("data", data);
   } else {
@@ -773,22 +777,22 @@ GRADACCUM_INLINE void Loop::state(Archive& archive) {
 GRADACCUM_INLINE void restore_mode(torch::nn::Module& module, bool training) noexcept {
   try {
     if (module.is_training() != training) module.train(training);
-  } catch (...) {  // by a train() of the user's own; a destructor has nobody to tell
+  } catch (...) {  // thrown by an overridden train(); a destructor cannot report it
   }
 }
 
 GRADACCUM_INLINE ModeGuard::~ModeGuard() {
   restore_mode(model_, was_training_);
-  for (std::size_t i = 0; i < parts_.size(); ++i)  // those outside come first, and take those inside with them
+  for (std::size_t i = 0; i < parts_.size(); ++i)  // outer modules first: train() sets inner ones, too
     restore_mode(*parts_[i], modes_[i]);
 }
 
-/// The state that all StopSignals of the program share.
+/// State shared by all StopSignals of the program.
 struct SignalState {
   struct Signal {
     struct sigaction before = {};
     int users = 0;
-    std::atomic<int> place{0};  // among those that came, from 1 on; 0: it has not come
+    std::atomic<int> place{0};  // order of arrival, from 1; 0: not received
   };
   std::array<Signal, NSIG> signals = {};
   std::atomic<int> came{0};
@@ -800,7 +804,7 @@ struct SignalState {
 
 GRADACCUM_INLINE constinit SignalState signal_state;
 
-// Does only what is safe in a signal handler.
+// Does only async-signal-safe work.
 GRADACCUM_INLINE void note_signal(int signal, siginfo_t* information, void* context) {
   auto& [before, users, place] = signal_state.signals[static_cast<std::size_t>(signal)];
   const int now = ++signal_state.came;
@@ -840,11 +844,11 @@ GRADACCUM_INLINE StopSignals::~StopSignals() {
     auto& [before, users, place] = signal_state.signals[static_cast<std::size_t>(signal)];
     if (--users > 0) continue;
     ::sigaction(signal, &before, nullptr);
-    if (place > 0 && !asked_ && before.sa_handler == SIG_DFL) ::raise(signal);  // the user's own has been called
+    if (place > 0 && !asked_ && before.sa_handler == SIG_DFL) ::raise(signal);  // a user's handler was called already
   }
 }
 
-/// Returns the first signal that came and for which `counts` is true, or 0.
+/// Returns the first signal received for which `counts` is true, or 0.
 GRADACCUM_INLINE int first_signal(c10::function_ref<bool(int signal)> counts) {
   int first = 0, place_of_first = 0;
   for (int signal = 1; signal < NSIG; ++signal) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Saves and resumes a whole training, and chooses among the states in a directory.
+// Saves and resumes a training, and chooses among the states in a directory.
 #pragma once
 
 #include <gradaccum/fit_options.hpp>
@@ -54,7 +54,7 @@ GRADACCUM_INLINE void MeasuredState::state(Archive& archive) {
   archive("number", number);
 }
 
-/// Returns what has no number if the state was not measured or its manifest is damaged.
+/// Returns a result without a number if the state was not measured or its manifest is damaged.
 GRADACCUM_INLINE MeasuredState measured_state(const std::filesystem::path& path) {
   try {
     const auto manifest = read_manifest(path);
@@ -99,7 +99,7 @@ GRADACCUM_INLINE std::filesystem::path of_rank_0(const Communicator* peers,
   return path_of_first(peers, found);
 }
 
-/// Returns the ranks that a state has values of.
+/// Returns how many ranks saved a state and how many load it, with its values that are not tensors.
 GRADACCUM_INLINE Archive::Ranks ranks_of(const Archive::Values& values, const Communicator* peers) {
   Archive::Ranks ranks{.loading = peers ? peers->world_size() : 1};
   std::string last;
@@ -110,9 +110,9 @@ GRADACCUM_INLINE Archive::Ranks ranks_of(const Archive::Values& values, const Co
     ranks.saved += rank != last;
     last = rank;
   }
-  const auto told = values.find("data_parallel.world_size");  // ranks equal in all have no values of their own
+  const auto told = values.find("data_parallel.world_size");  // values equal on all ranks name no rank
   const auto* const number = told == values.end() ? nullptr : std::get_if<std::int64_t>(&told->second);
-  if (number && *number < 1 << 20) ranks.saved = std::max(ranks.saved, *number);  // a damaged state may tell any
+  if (number && *number < 1 << 20) ranks.saved = std::max(ranks.saved, *number);  // a damaged state may have any number
   return ranks;
 }
 
@@ -123,7 +123,7 @@ GRADACCUM_INLINE Archive open_state(const std::filesystem::path& folder, bool al
       auto values = read_state(folder, /*mapped=*/peers && peers->shards());
       auto pieces = take_shared_pieces(values);
       auto ranks = ranks_of(values, peers);
-      if (allow_changes && peers && peers->rank() >= ranks.saved)  // has no random numbers there, and keeps its own
+      if (allow_changes && peers && peers->rank() >= ranks.saved)  // keeps its current random state
         std::erase_if(values, [](auto& value) { return value.first.starts_with("random."); });
       if (peers) peers->keep_own_values(values);
       values.merge(pieces);
@@ -172,7 +172,7 @@ GRADACCUM_INLINE std::filesystem::path path_of_rank(const std::filesystem::path&
   return folder / plain_text("rank_", rank, suffix);
 }
 
-/// Renames the list last of all: from then on rank 0 may rename the folder.
+/// Writes a rank's list, and renames it into place last: once it exists, rank 0 may rename the folder.
 GRADACCUM_INLINE void write_list(const std::filesystem::path& path, const StateFiles& files) {
   std::string text;
   for (auto& [name, file] : files) text += plain_text(name, " ", file.bytes, " ", file.crc32, "\n");
@@ -215,7 +215,7 @@ GRADACCUM_INLINE void StateWriter::write(c10::function_ref<StateFiles(const std:
     manifest_.files = write(folder_);
     if (!is_first()) write_list(path_of_rank(folder_, rank_, ".files"), manifest_.files);
   } catch (const std::exception& error) {
-    if (!is_first()) std::ofstream(path_of_rank(folder_, rank_, ".error")) << error.what();  // rank 0 need not wait
+    if (!is_first()) std::ofstream(path_of_rank(folder_, rank_, ".error")) << error.what();  // rank 0 stops waiting
     throw;
   }
 }
@@ -246,7 +246,7 @@ GRADACCUM_INLINE std::filesystem::path save(const std::filesystem::path& directo
   const auto values = writer.take_values();
   run_on_all(peers, [&] { writer.write([&](const auto& folder) { return write_tensors(values, folder); }); });
   const auto saved = on_all(peers, [&] {
-    auto path = writer.finish([] { return true; });  // all have written: a network file system may show it late
+    auto path = writer.finish([] { return true; });  // all have written; a network file system may lag
     if (!path.empty() && options.keep_last > 0) StateDirectory(directory).keep_last(options.keep_last);
     return path;
   });
@@ -307,8 +307,8 @@ GRADACCUM_INLINE void check(const FitOptions& options) {
               options.time->count());
 }
 
-/// Once it is said it stays: whoever asks after that hears the same, however late it is. However short the time, it is
-/// enough for a window: each of several jobs that go on from one another trains.
+/// Records the stop once, so that later calls agree even though time passes. `.time` allows at least one window, so
+/// that each of a chain of resumed jobs trains.
 GRADACCUM_INLINE void FitStatus::stop_at_limits() {
   if (options.samples && samples >= *options.samples) stop(fmt::format("after {} samples", *options.samples));
   if (options.time && windows > 0 && seconds_of_call() >= options.time->count())
@@ -355,7 +355,7 @@ GRADACCUM_INLINE void FitStatus::state(Archive& archive) {
     for (const auto each : of_ranks)
       TORCH_CHECK(each >= 0 && each < std::numeric_limits<std::int64_t>::max() / (ranks.saved + 1),
                   "Trainer: each rank of a saved fit must have a batch >= 0 that an epoch can have, got ", each);
-    batch = std::ranges::max(of_ranks);  // the same on all ranks, as a Schedule plans by it
+    batch = std::ranges::max(of_ranks);  // equal on all ranks, because a Schedule plans with it
     if (ranks.are_others()) {
       batch = std::accumulate(of_ranks.begin(), of_ranks.end(), ranks.loading - 1) / ranks.loading;
       batches.reset();
@@ -366,7 +366,7 @@ GRADACCUM_INLINE void FitStatus::state(Archive& archive) {
 
 GRADACCUM_INLINE std::optional<double> FitStatus::fraction() const {
   if (done()) return 1;
-  std::optional<double> most;  // what ends it first is furthest
+  std::optional<double> most;  // the largest: of the limit that is reached first
   const auto add = [&most](double part) { most = std::max(part, most.value_or(0)); };
   if (options.updates) add(static_cast<double>(updates) / static_cast<double>(*options.updates));
   if (options.samples.value_or(0) > 0) add(static_cast<double>(samples) / static_cast<double>(*options.samples));
@@ -380,7 +380,7 @@ GRADACCUM_INLINE std::optional<double> FitStatus::fraction() const {
 }
 
 GRADACCUM_INLINE std::ostream& operator<<(std::ostream& stream, const FitReport& report) {
-  const auto rate = report.samples_per_second;  // two decimals, and three digits where these would be none
+  const auto rate = report.samples_per_second;  // two decimals; below 1 as in rate_text()
   stream << fmt::format("Time: {:.2f}\nSamples/second: {}\n", report.seconds,
                         rate < 1 ? rate_text(rate) : fmt::format("{:.2f}", rate));
   for (auto& [device, bytes] : report.occupied_bytes)

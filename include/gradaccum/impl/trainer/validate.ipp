@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks the options of Validate, and puts averaged weights in place while it runs.
+// Checks the options of Validate, and swaps averaged weights into the model while it runs.
 #pragma once
 
 #include <gradaccum/policies/validate.hpp>
@@ -23,7 +23,7 @@ GRADACCUM_INLINE void check_options(const ValidateOptions& options) {
 }
 
 GRADACCUM_INLINE std::shared_ptr<void> validating_scope(torch::nn::Module& module, Ema* ema) {
-  // Before the first update the averages would be the weights as they are.
+  // Before the first update, the averages equal the weights.
   if (ema && ema->updates() == 0) ema = nullptr;
   const auto generators = states_of_generators();
   if (ema) ema->swap(module);

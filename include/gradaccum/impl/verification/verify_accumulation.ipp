@@ -79,7 +79,7 @@ class ModelGuard {
   const std::vector<Part>& parts() const { return parts_; }
   const ModuleModes& modes() const { return modes_; }  ///< the original modes
 
-  /// Multiplies parameters when they are restored, for an experiment with other weights. Those of 0 change, too.
+  /// Multiplies parameters when they are restored, for an experiment with other weights. Weights of 0 change, too.
   double weights = 1;
 
   /// Restores parameters, buffers and random state, removes gradients, and sets modes. Leaves version counters as they
@@ -113,7 +113,7 @@ class ModelGuard {
     }
     return states;
   }
-  /// Returns whether the part's own buffers differ from what `rewind` restored.
+  /// Returns whether the part's own buffers differ from the values that `rewind` restored.
   bool changed_buffers(const Part& part) const {
     for (auto& buffer : part.module->buffers(/*recurse=*/false))
       for (std::size_t i = 0; i < tensors_.size(); ++i)
@@ -163,7 +163,7 @@ GRADACCUM_INLINE double largest(const GradientList& gradients) {
   return all;
 }
 
-/// Parameters without an optimizer. LibTorch's own would refuse a parameter that is not a leaf.
+/// Holds parameters without an optimizer. LibTorch's optimizers refuse parameters that are not leaves.
 struct NeverStepped {
   std::vector<torch::optim::OptimizerParamGroup> groups;
 
@@ -175,7 +175,7 @@ struct NeverStepped {
 /// Runs forward and backward passes of one batch and of its micro-batches, each from the same state of the model.
 class VerifyPasses {
  public:
-  /// The tolerance defaults to that of the parameters' dtype.
+  /// The tolerance defaults to one for the parameters' dtype.
   VerifyPasses(torch::nn::Module& module, const SplitBatch& batch, const VerifyAccumulationOptions& options)
       : model(module), batch_(batch) {
     divide(options.steps);
@@ -244,8 +244,9 @@ class VerifyPasses {
     batch_.loss(0);
   }
 
-  /// Returns max|a - b| / max|b| for each parameter; infinity if one is not finite. If both are rounding noise next to
-  /// the model's largest gradient, divides by that one: the bias of a layer before a normalisation has a gradient of 0.
+  /// Returns max|a - b| / max|b| for each parameter; infinity if one is not finite. If both are rounding noise relative
+  /// to the model's largest gradient, divides by that gradient: the bias of a layer before a normalisation has a
+  /// gradient of 0.
   std::vector<double> errors(const GradientList& a, const GradientList& b) const {
     const double all = largest(b), noise = std::min(0.1, 100 * rounding_) * all;
     std::vector<double> errors;
@@ -337,7 +338,7 @@ class CauseSearch {
         candidates_(passes.model.modes()),
         evaluation_(parts_.size(), false) {}
 
-  /// `gradients` are those of one batch, and `mean` those of the micro-batches, which were `equal` to them.
+  /// `gradients`: from one batch. `mean`: from the micro-batches. `equal`: whether they were equal.
   std::vector<std::string> run(GradientList mean, const GradientList& gradients, bool equal) {
     const double size = largest(gradients);
     if (!detail::is_finite(size))
@@ -369,8 +370,8 @@ class CauseSearch {
            "own (a running maximum or a hidden state that no buffer holds), or draws from a generator of its own";
   }
 
-  /// Runs the micro-batches after the whole batch, which may have left what they ended with at first, and once more
-  /// after themselves. Returns whether they give other gradients.
+  /// Runs the micro-batches again, after the whole batch and after themselves, because a module may keep a state
+  /// between passes. Returns whether they give other gradients.
   bool keep_a_state(GradientList mean) {
     for (int i = 0; i < 2 && detail::is_finite(largest(mean)); ++i) {
       auto again = passes_.accumulated(passes_.model.modes());
@@ -399,8 +400,8 @@ class CauseSearch {
     name(others, "computes over its whole batch in training mode");
   }
 
-  /// Returns the shares of the micro-batches' gradients in the whole batch's, if there are any, and says why they are
-  /// not those of the items.
+  /// Returns the shares of the micro-batches' gradients in the whole batch's, if there are any, and reports why they
+  /// differ from the shares of items.
   std::optional<PartShares> shares_in_loss() {
     const auto gradients = whole(evaluation_);
     const auto as_returned = passes_.error(passes_.accumulated(evaluation_), gradients);
@@ -445,13 +446,15 @@ class CauseSearch {
     return std::nullopt;
   }
 
-  /// Returns what the micro-batches' gradients, each times its share, differ by from the whole batch's.
+  /// Returns the difference between the sum of the micro-batches' gradients, each times its share, and the whole
+  /// batch's.
   at::Tensor sampled_error(const PartShares* shares = nullptr) {
     const auto gradients = whole(evaluation_);
     return sample_of(passes_.accumulated(evaluation_, shares), gradients) - sample_of(gradients, gradients);
   }
 
-  /// Returns whether the error is rounding: for other weights, which 16 bits round otherwise, it points elsewhere.
+  /// Returns whether the error is rounding: with other weights, which round differently in 16 bits, it has another
+  /// direction.
   bool is_rounding() {
     constexpr int tries = 4;
     at::Tensor sum;
@@ -465,8 +468,8 @@ class CauseSearch {
     return sum.square().sum().item<double>() < 0.8 * tries * tries;
   }
 
-  /// Returns whether the sum of the micro-batches' gradients has a term n - 1 times too often, for two n.
-  /// A user's function may refuse another number of micro-batches.
+  /// Returns whether the sum of the micro-batches' gradients has a term n - 1 times too often, for two values of n. A
+  /// user's function may refuse another number of micro-batches.
   bool is_sum_and_more() {
     const auto steps = static_cast<std::int64_t>(passes_.rows.size()), others = steps > 2 ? std::int64_t{2} : 3;
     if (std::accumulate(passes_.rows.begin(), passes_.rows.end(), std::int64_t{0}) < others) return false;
@@ -484,8 +487,8 @@ class CauseSearch {
     }
   }
 
-  /// Says why the whole batch's gradient is the sum of the micro-batches', times these shares. Those of a mean over
-  /// items add up to 1, and are the same for other weights: returns whether these are.
+  /// Reports why the whole batch's gradient is the sum of the micro-batches', times these shares. Returns whether they
+  /// are as of a mean over items: they add up to 1, and are the same for other weights.
   bool say_shares(PartShares shares) {
     passes_.model.weights = 0.5;
     const auto error = passes_.error(evaluation_, shares);
@@ -521,12 +524,12 @@ class CauseSearch {
       columns.push_back(finite.back().item<bool>() ? column : at::zeros_like(column));
     }
     const auto found = std::get<0>(at::linalg_lstsq(at::stack(columns, 1), wanted.unsqueeze(1), {}, "gelsd"));
-    // Sets shares of zero columns to exactly 0: solved ones may be close to 0, and that times NaN is NaN.
+    // Sets shares of zero columns to exactly 0: solved ones may be close to 0, and times NaN they are NaN.
     const auto clamped = found.flatten().clamp_min(0).mul(at::stack(finite)).contiguous();
     return PartShares(clamped.data_ptr<double>(), clamped.data_ptr<double>() + count);
   }
 
-  /// Finds modules that leave another random state than a forward pass in evaluation mode.
+  /// Finds modules whose forward pass in training mode leaves another random state than in evaluation mode.
   Parts parts_that_draw() {
     const auto state_after = [&](const ModuleModes& modes) {
       passes_.forward(modes);
@@ -580,7 +583,7 @@ class CauseSearch {
     return modes;
   }
 
-  /// Says `what` of these modules, which are no candidates any more.
+  /// Reports `what` about these modules, which are then no candidates any more.
   void name(const Parts& parts, const std::string& what) {
     std::vector<std::string> names;
     for (auto i : parts) {
@@ -612,7 +615,7 @@ GRADACCUM_INLINE AccumulationReport compare_gradients(torch::nn::Module& model, 
   const at::AutoGradMode with_gradients(true);
   VerifyPasses passes(model, batch, options);
   const auto& modes = passes.model.modes();
-  auto mean = passes.accumulated(modes);  // first, as they may lack what the whole batch leaves in a module's members
+  auto mean = passes.accumulated(modes);  // first: the whole batch may leave a state in a module's members
   const auto whole = passes.gradients_of(SplitBatch::whole, modes);
   const auto errors = passes.errors(mean, whole);
   AccumulationReport report;

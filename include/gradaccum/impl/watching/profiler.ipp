@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Profiles by LibTorch's Kineto, and sums the events up by operation.
+// Profiles with LibTorch's Kineto, and sums events by operation.
 #pragma once
 
 #include <gradaccum/profiler.hpp>
@@ -35,7 +35,7 @@
 #include <gradaccum/impl/begin.ipp>
 
 extern "C" {
-/// Kineto's function, which LibTorch calls only after Kineto's first lines; nullptr in a LibTorch without Kineto.
+/// Silences Kineto's log. LibTorch calls it only after the first lines; nullptr in a LibTorch without Kineto.
 __attribute__((weak)) void suppressLibkinetoLogMessages();
 }
 
@@ -100,7 +100,7 @@ GRADACCUM_INLINE std::vector<ProfiledEvent> events_of(const kineto::ProfilerResu
   return events;
 }
 
-/// An operation that has begun, while the events of its thread are gone through in order.
+/// Operation that has begun but not ended during the pass over the events of its thread.
 struct OpenOperation {
   const ProfiledEvent* event;
   ProfiledOperation* row;
@@ -127,13 +127,13 @@ GRADACCUM_INLINE std::vector<ProfiledOperation> operations_of(const std::vector<
   std::unordered_map<std::uint64_t, ProfiledOperation*> by_correlation;
   for (auto& [thread, in_order] : threads) {
     std::vector<OpenOperation> open;
-    // An outer operation comes before one that begins with it, and memory last, so that it belongs to the inner one.
+    // Sorts an outer operation before an inner one with the same begin, and memory last, so that the inner one has it.
     std::ranges::stable_sort(in_order, {}, [](const ProfiledEvent* event) {
       return std::tuple(event->begin, event->kind == Kind::memory, -event->end);
     });
     for (const auto* event : in_order) {
       const bool is_memory = event->kind == Kind::memory;
-      const auto begin = event->begin + (is_memory ? 0 : 1);  // memory at an operation's very end is its own
+      const auto begin = event->begin + (is_memory ? 0 : 1);  // memory at its very end belongs to it
       while (!open.empty() && open.back().event->end < begin) close_last(open);
       if (!is_memory) {
         auto& row = rows[event->name];
@@ -231,7 +231,7 @@ GRADACCUM_INLINE std::ostream& operator<<(std::ostream& stream, const ProfileRep
   return stream << fmt::format("Peak: {} MB\n", mb(report.peak_bytes));
 }
 
-/// The time by phase: each moment counts for the innermost open phase, or for "other" without one.
+/// Measures the time by phase. Each moment counts for the innermost open phase, or for "other" if none is open.
 struct Profiler::Parts {
   using Clock = std::chrono::steady_clock;
 
@@ -256,7 +256,7 @@ struct Profiler::Parts {
   }
 };
 
-/// Starts LibTorch's profiler on this thread and those of its backward passes.
+/// Starts LibTorch's profiler on this thread and on the threads of its backward passes.
 GRADACCUM_INLINE Profiler::Profiler(ProfilerOptions options)
     : parts_(new Parts{.directory = std::move(options.directory)}) {
   namespace kineto = torch::autograd::profiler;
@@ -276,7 +276,7 @@ GRADACCUM_INLINE Profiler::~Profiler() {
   if (!parts_->running) return;
   try {
     torch::autograd::profiler::disableProfiler();
-  } catch (...) {  // the profiler was ended elsewhere
+  } catch (...) {  // other code has ended the profiler
   }
 }
 
@@ -302,7 +302,7 @@ GRADACCUM_INLINE Profiler::Phase::~Phase() {
   profiler_.parts_->open.pop_back();
 }
 
-/// Waits for the kernels in flight, which would otherwise be missing.
+/// Waits for running kernels, which would otherwise be missing.
 GRADACCUM_INLINE ProfileReport Profiler::finish(ProfileReport report) {
   auto& parts = running();
   TORCH_CHECK(parts.open.empty(), "Profiler: finish() was called inside a phase; end its scope first");

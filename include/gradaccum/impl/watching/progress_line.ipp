@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A line of progress with the time left, on a terminal or in a log.
+// Shows a line of progress with the time left, on a terminal or in a log.
 #pragma once
 
 #include <gradaccum/progress_line.hpp>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A page with the curves of one or more runs, as one HTML file.
+// Writes a page with the curves of one or more runs, as one HTML file.
 #pragma once
 
 #include <gradaccum/run_page.hpp>
@@ -26,7 +26,7 @@
 namespace gradaccum {
 namespace detail {
 
-/// Adds the points of the next piece. The first of equal numbers stays the lowest.
+/// Adds the points of the next piece. Among equal extremes, the first stays.
 GRADACCUM_INLINE void extend(CurvePiece& piece, const CurvePiece& next) {
   if (piece.finite + piece.gaps == 0) piece.first = next.first;
   piece.last = next.last;
@@ -40,7 +40,7 @@ GRADACCUM_INLINE void extend(CurvePiece& piece, const CurvePiece& next) {
   piece.finite += next.finite;
 }
 
-/// A row of numbers of a state, one after another.
+/// Saves or loads numbers one by one, as one tensor of a state.
 template <class T>
 struct NumbersInTurn {
   Archive& archive;
@@ -48,7 +48,7 @@ struct NumbersInTurn {
   std::vector<T> numbers = {};
   std::size_t read = 0;
 
-  /// Saves the number, or returns the loaded one that stands in its place.
+  /// Saves the number, or returns the loaded number at the same index.
   T next(T number) {
     if (!archive.loading()) return numbers.emplace_back(number);
     TORCH_CHECK(read < numbers.size(), "Curves: saved curves must not be truncated");
@@ -56,7 +56,7 @@ struct NumbersInTurn {
   }
   std::int64_t left() const { return std::ssize(numbers) - static_cast<std::int64_t>(read); }
 
-  /// Saves all numbers after the last, or loads them before the first.
+  /// Saves or loads the tensor. Call it after every `next` when saving, and before the first when loading.
   void state() {
     constexpr auto dtype = c10::CppTypeToScalarType<T>::value;
     auto row = at::empty({std::ssize(numbers)}, at::TensorOptions(dtype));
@@ -136,8 +136,8 @@ GRADACCUM_INLINE const Curve* Curves::find(std::string_view name) const {
   return found == indices_.end() ? nullptr : &all_[found->second].curve;
 }
 
-/// Packs curves into three rows of numbers. Names are bytes: they may be whatever a program calls its metrics, and
-/// texts of a state are UTF-8.
+/// Packs curves into three tensors. Names of metrics are saved as bytes, because texts of a state must be UTF-8 and
+/// names need not.
 GRADACCUM_INLINE void Curves::state(Archive& archive) {
   const bool loading = archive.loading();
   auto all = loading ? std::vector<Named>() : all_;
@@ -157,7 +157,7 @@ GRADACCUM_INLINE void Curves::state(Archive& archive) {
     const auto pieces = whole.next(std::ssize(curve.pieces_));
     TORCH_CHECK(letters >= 0 && pieces >= 0, "Curves: a saved curve must have a name and pieces, got ", letters,
                 " and ", pieces);
-    TORCH_CHECK(!loading || (letters <= names.left() && pieces <= whole.left() / 6),  // a piece has six
+    TORCH_CHECK(!loading || (letters <= names.left() && pieces <= whole.left() / 6),  // six numbers each
                 "Curves: saved curves must not be truncated");
     name.resize(static_cast<std::size_t>(letters));
     curve.pieces_.resize(static_cast<std::size_t>(pieces));
@@ -175,7 +175,7 @@ GRADACCUM_INLINE void Curves::state(Archive& archive) {
 
 namespace detail {
 
-/// `2026-01-31 23:59:59 UTC`
+/// Returns the time as `2026-01-31 23:59:59 UTC`.
 GRADACCUM_INLINE std::string time_text() {
   const auto now = std::time(nullptr);
   std::tm parts{};
@@ -184,12 +184,12 @@ GRADACCUM_INLINE std::string time_text() {
   return {text.data(), std::strftime(text.data(), text.size(), "%Y-%m-%d %H:%M:%S UTC", &parts)};
 }
 
-/// Shortens a text of any bytes. `dump` replaces what is no UTF-8, and a character that is cut in two.
+/// Shortens a text of any bytes. `dump` replaces invalid UTF-8, such as a character that is cut in two.
 GRADACCUM_INLINE nlohmann::json json_text(std::string_view text, std::size_t most_bytes = 200) {
   return std::string(text.substr(0, most_bytes)) + (text.size() > most_bytes ? "…" : "");
 }
 
-/// JSON has no numbers but finite ones.
+/// Returns NaN and infinities as texts, because JSON has only finite numbers.
 GRADACCUM_INLINE nlohmann::json json_number(double number) {
   if (detail::is_finite(number)) return number;
   return detail::is_nan(number) ? "NaN" : number > 0 ? "∞" : "−∞";
@@ -199,7 +199,7 @@ GRADACCUM_INLINE nlohmann::json json_number(const std::optional<double>& number)
   return number ? nlohmann::json(*number) : nlohmann::json();
 }
 
-/// `[name, last value, pieces]`; a piece without a number has neither mean nor extremes.
+/// Returns `[name, last value, pieces]`. A piece without finite numbers has no mean and no extremes.
 GRADACCUM_INLINE nlohmann::json json_curve(const Curves::Named& named) {
   auto pieces = nlohmann::json::array();
   for (auto& piece : named.curve.pieces()) {
@@ -210,7 +210,7 @@ GRADACCUM_INLINE nlohmann::json json_curve(const Curves::Named& named) {
   return {json_text(named.name), json_number(named.curve.last().value), std::move(pieces)};
 }
 
-/// Adds a row, or replaces the one of that name, which is whole here.
+/// Adds a row, or replaces the row of that name. Names are shortened later.
 GRADACCUM_INLINE void put_row(nlohmann::json& rows, nlohmann::json row) {
   const auto same = std::find_if(rows.begin(), rows.end(), [&row](auto& other) { return other[0] == row[0]; });
   (same == rows.end() ? rows.emplace_back() : *same) = std::move(row);
@@ -221,7 +221,7 @@ GRADACCUM_INLINE nlohmann::json with_short_names(nlohmann::json rows, std::size_
   return rows;
 }
 
-/// Puts the JSON between the constant texts. It is ASCII without a `<`, the only character that could end its element.
+/// Inserts the JSON into the page, as ASCII without `<`, the only character that could end its element.
 GRADACCUM_INLINE std::string page_text(const nlohmann::json& content) {
   std::string text(page_before_json);
   for (const char c : content.dump(-1, ' ', true, nlohmann::json::error_handler_t::replace))
@@ -231,7 +231,7 @@ GRADACCUM_INLINE std::string page_text(const nlohmann::json& content) {
 
 GRADACCUM_INLINE std::filesystem::path part_of(std::filesystem::path path) { return path += ".part"; }
 
-/// Writes a page beside its place, without a wait for the disk.
+/// Writes a page to a temporary file in the same directory, without waiting for the disk.
 GRADACCUM_INLINE void write_part(const std::filesystem::path& path, std::string_view text) {
   const NoFileSizeSignal no_signal;
   make_directory(path.parent_path());
@@ -248,8 +248,8 @@ GRADACCUM_INLINE void write_part(const std::filesystem::path& path, std::string_
 
 }  // namespace detail
 
-/// All that a page shows but its progress. Its own run is the first. Callers hold references to the runs' curves, which
-/// a deque keeps where they are.
+/// Contents of a page except its progress. Its own run is the first. Callers hold references to the runs' curves, and a
+/// deque does not move them.
 struct RunPage::Content {
   struct Run {
     std::string name = {};
@@ -264,7 +264,7 @@ GRADACCUM_INLINE RunPage::RunPage(RunPageOptions options)
   TORCH_CHECK(!options_.path.empty(), "RunPage: path must be given");
   TORCH_CHECK(options_.every.count() >= 0, "RunPage: every must be >= 0 s, got ", options_.every.count(), " s");
   if (std::filesystem::is_directory(options_.path)) detail::file_error(options_.path, "must be a file", EISDIR);
-  detail::write_part(options_.path, detail::page_text({}));  // an empty file might fit on a full disk
+  detail::write_part(options_.path, detail::page_text({}));  // not empty, to detect a full disk
   std::remove(detail::part_of(options_.path).c_str());
 }
 
@@ -316,7 +316,7 @@ GRADACCUM_INLINE void RunPage::update(const RunProgress& progress) {
   goes_on_ = true;
 }
 
-/// Shows a finished run as whole, if its progress was ever known.
+/// Shows a finished run as complete if its progress is known.
 GRADACCUM_INLINE void RunPage::end(RunEnd how, std::string reason, const RunProgress& progress) {
   static constexpr std::array<const char*, 3> names{"finished", "stopped", "interrupted"};
   auto last = progress;
@@ -326,7 +326,7 @@ GRADACCUM_INLINE void RunPage::end(RunEnd how, std::string reason, const RunProg
   write(names.at(static_cast<std::size_t>(how)), reason, last);
 }
 
-/// Assumes the speed since the first progress that was told.
+/// Extrapolates the speed since the first known progress.
 GRADACCUM_INLINE std::optional<double> RunPage::seconds_left(double seconds) {
   if (!fraction_) return std::nullopt;
   if (!first_) first_ = RunProgress{.fraction = *fraction_, .seconds = seconds};

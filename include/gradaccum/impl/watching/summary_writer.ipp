@@ -51,7 +51,7 @@ GRADACCUM_INLINE at::Tensor elements_of(const at::Tensor& tensor) {
   return elements.reshape({-1});
 }
 
-/// Counts float64 numbers on the CPU. counts[i] is the number of those with i limits at or below them.
+/// Counts float64 numbers on the CPU. counts[i] is how many have i limits at or below them.
 GRADACCUM_INLINE void count_numbers(const at::Tensor& numbers, std::vector<double>& counts, ValueHistogram& histogram) {
   const auto& limits = bucket_limits();
   const auto all = at::from_blob(const_cast<double*>(limits.data()), {static_cast<std::int64_t>(limits.size())},
@@ -107,7 +107,7 @@ GRADACCUM_INLINE std::string little_endian(std::uint64_t number, int bytes) {
 }
 
 // A message of Protocol Buffers (proto3) is the text of its fields, in the order of their numbers. Readers take 0 for a
-// missing number, so the official libraries leave out zeros but those that are one of several alternatives.
+// missing number, so the official libraries omit zeros, except in a oneof.
 
 GRADACCUM_INLINE std::string varint(std::uint64_t number) {
   std::string text;
@@ -157,8 +157,8 @@ GRADACCUM_INLINE double event_time() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
-/// Returns a time after those in the names of the directory's files, even if two start in one second or the clock was
-/// set back.
+/// Returns a time later than all in the names of the directory's files, even if two start in one second or the clock
+/// was set back.
 GRADACCUM_INLINE std::int64_t time_of_next_event_file(const std::filesystem::path& directory) {
   auto time = static_cast<std::int64_t>(event_time());
   for (auto& name : names_in(directory)) {
@@ -210,7 +210,7 @@ class EventFile {
     make_directory(directory);
     const auto time = time_of_next_event_file(directory);
     for (int number = 0; !descriptor_ || descriptor_->number() < 0; ++number) {
-      if (descriptor_ && errno != EEXIST)  // otherwise it is another thread's
+      if (descriptor_ && errno != EEXIST)  // EEXIST: another thread's file
         file_error(path_, "must be a new file that can be created", errno);
       path_ = directory / fmt::format("{}{:0{}}.{}.{}.{}", event_file_prefix, time, event_time_digits, host_name(),
                                       ::getpid(), number);
@@ -253,7 +253,7 @@ class EventFile {
     cut_off_what_is_torn();
   }
 
-  /// Returns true if nothing is torn any more.
+  /// Returns true if no torn record is left.
   bool cut_off_what_is_torn() {
     is_torn_ = is_torn_ && ::ftruncate(descriptor_->number(), static_cast<off_t>(whole_)) != 0;
     return !is_torn_;
@@ -321,8 +321,8 @@ GRADACCUM_INLINE SummaryWriter::SummaryWriter(const SummaryWriterOptions& option
   TORCH_CHECK(seconds >= 0, "SummaryWriter: flush_every must be >= 0 seconds, got ", seconds);
   file_ = std::make_unique<detail::EventFile>(options.directory, options.flush_every);
   file_->add(detail::begun_event(detail::event_time(), 0) + detail::text_field(3, "brain.Event:2"));
-  // A training's start makes readers discard this and later steps of other files: TensorBoard itself from the second
-  // start in a directory on, other readers at each.
+  // A START record makes readers discard this and later steps of other files: TensorBoard itself from the second start
+  // in a directory on, other readers at each.
   for (int starts = options.purge_step ? 2 : 0; starts > 0; --starts)
     file_->add(detail::begun_event(detail::event_time(), *options.purge_step) +
                detail::text_field(7, detail::whole_field(1, /*START=*/1)));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Asks an optimizer of any class, and steps it.
+// Reads the properties of an optimizer of any class, and steps it.
 #pragma once
 
 #include <gradaccum/detail/window/any_optimizer.hpp>

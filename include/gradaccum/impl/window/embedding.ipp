@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// An embedding whose backward adds rows to the gradient without a sparse tensor.
+// Implements an embedding whose backward adds rows to the gradient without a sparse tensor.
 #pragma once
 
 #include <gradaccum/embedding.hpp>
@@ -48,8 +48,8 @@ struct RowGradients {
   at::Tensor rows, gradients;
 };
 
-/// Computes the gradients of the rows that were looked up, in ascending order. LibTorch's own function sums each row,
-/// in its usual order, for a small table of these rows alone.
+/// Computes the gradients of the rows that were looked up, in ascending order. LibTorch's function sums each row in its
+/// usual order, for a small table of only these rows.
 GRADACCUM_INLINE RowGradients row_gradients(const at::Tensor& gradient, const at::Tensor& input,
                                             std::int64_t padding_idx) {
   const auto [rows, places, counts] = at::_unique2(input, /*sorted=*/true, /*return_inverse=*/true);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The accumulator: its window, clipping and step.
+// Implements the accumulator: its window, clipping and step.
 #pragma once
 
 #include <gradaccum/grad_accumulator.hpp>
@@ -84,7 +84,8 @@ GRADACCUM_INLINE StepResult Accumulator::step() {
   return close();
 }
 
-/// An empty window may be intended, as for a generator that rests, but hardly if none before it has moved anything.
+/// Warns about an empty window only if no earlier one has stepped. Later ones may be intended, as for a generator that
+/// pauses.
 GRADACCUM_INLINE StepResult Accumulator::close() {
   clip();
   const bool has_weight = window_->has_weight();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The deferred factor, losses and their backward, and clipping.
+// Implements the deferred factor, losses and their backward, and clipping.
 #pragma once
 
 #include <gradaccum/gradients.hpp>
@@ -20,7 +20,7 @@
 namespace gradaccum {
 namespace detail {
 
-/// Sorts the factors first: products of reciprocals, or in another order, differ in their last bits.
+/// Sorts the factors first, because the order of multiplication changes the last bits.
 GRADACCUM_INLINE double sorted_product(std::vector<double> factors) {
   std::sort(factors.begin(), factors.end());
   return std::accumulate(factors.begin(), factors.end(), 1.0, std::multiplies<>());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Norms of gradients, and their multiplication by a factor of which a device may know a part.
+// Computes norms of gradients, and multiplies gradients by a factor that may be partly on a device.
 #pragma once
 
 #include <gradaccum/detail/window/multiplier.hpp>
@@ -25,7 +25,8 @@
 
 namespace gradaccum::detail {
 
-/// Returns a gradient's numbers, duplicates in a sparse one apart, as a dense real tensor that shares its memory.
+/// Returns a gradient's numbers as a dense real tensor that shares its memory. Duplicates in a sparse one stay
+/// separate.
 GRADACCUM_INLINE at::Tensor elements(const at::Tensor& gradient) {
   TORCH_CHECK(gradient.layout() == at::kStrided || gradient.is_sparse(),
               "Gradients: a gradient must be dense or sparse COO, got layout ", gradient.layout());
@@ -56,7 +57,7 @@ GRADACCUM_INLINE at::Tensor norms(const std::vector<at::Tensor>& gradients, doub
     if (numbers.numel() == 0) continue;
     if (p == 2 && can_be_summed_here(numbers)) {
       auto& squares = on_cpu.emplace_back(SquaredNumbers{numbers});
-      if (summed.is_sparse() && summed.sparse_dim() == 1 && numbers.is_contiguous())  // in the order of a dense one's
+      if (summed.is_sparse() && summed.sparse_dim() == 1 && numbers.is_contiguous())  // in a dense tensor's order
         squares = {numbers, summed._indices()[0].contiguous(), summed.size(0)};
     } else if (p == 2 && can_be_normed_on_device(numbers)) {
       by_kernel.push_back(numbers);
@@ -77,7 +78,7 @@ GRADACCUM_INLINE at::Tensor norms(const std::vector<at::Tensor>& gradients, doub
   }
   if (found.empty()) found.push_back(at::zeros({1}, at::TensorOptions(at::kDouble)));
   if (found.size() == 1) return found.front();
-  auto device = found.front().device();  // a device if there is any, since a copy to it need not be waited for
+  auto device = found.front().device();  // prefers a device, since a copy to it need not synchronize
   for (auto& norm : found)
     if (!norm.device().is_cpu()) device = norm.device();
   for (auto& norm : found) norm = norm.to(device, /*non_blocking=*/true);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A window from its first micro-batch to its step: counts, sums and misuse of them.
+// Implements a window from its first micro-batch to its step: counts, sums, and checks for misuse.
 #pragma once
 
 #include <gradaccum/detail/window/open_window.hpp>
@@ -174,7 +174,7 @@ GRADACCUM_INLINE void OpenWindow::keep_sums_apart() {
   misuse_->look();
 }
 
-/// Counts a `loss.backward()` of the user's own, which shows in the gradients.
+/// Counts a `loss.backward()` by the user, which is found by the gradients it changed.
 GRADACCUM_INLINE const std::shared_ptr<WindowGradients>& OpenWindow::so_far() {
   misuse_->check_usable();
   misuse_->check_kept();
@@ -183,7 +183,7 @@ GRADACCUM_INLINE const std::shared_ptr<WindowGradients>& OpenWindow::so_far() {
   return now_.gradients;
 }
 
-/// Restores copies of the sums, so that `copy` can be used again.
+/// Restores the sums as copies, so that `copy` can be used again.
 GRADACCUM_INLINE void OpenWindow::go_back(const Copy& copy) {
   open(listed_);
   now_.gradients->sums().set(copy.sums);
@@ -267,7 +267,7 @@ GRADACCUM_INLINE bool OpenWindow::others_continue() {
   misuse_->check_usable();
   if (!peers_) return false;
   now_.closing_with_others = peers_->others_continue(now_.gradients);
-  if (peers_->shards()) misuse_->look();  // others may have asked for its gradients
+  if (peers_->shards()) misuse_->look();  // other ranks may have requested its gradients
   return now_.closing_with_others;
 }
 
@@ -296,7 +296,7 @@ GRADACCUM_INLINE void OpenWindow::finish_micro_batch(bool complete) {
   const bool apart = now_.gradients->accumulate_in || sums_apart_;
   if (apart) or_spoil([&] { now_.gradients->fold_into_sums(); });
   if (sums_apart_ && !complete && !now_.gradients->applied()) now_.gradients->sums().move_apart();
-  const bool seen = now_.weighted() && !apart && !now_.gradients->applied();  // by backward, and checked since
+  const bool seen = now_.weighted() && !apart && !now_.gradients->applied();  // backward has checked them
   if (!seen) misuse_->look();
   now_.gradients->set_weights(now_.counter.first_weight(), now_.counter.total_weight());
   if (complete && peers_) {

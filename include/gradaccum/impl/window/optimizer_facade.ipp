@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// An accumulator as an optimizer of LibTorch's: keeps groups and options of both equal.
+// Presents an accumulator as an optimizer of LibTorch's, and keeps groups and options of both equal.
 #pragma once
 
 #include <gradaccum/detail/window/optimizer_facade.hpp>
@@ -25,7 +25,7 @@
 
 namespace gradaccum::detail {
 
-/// Compares options of LibTorch's class `Options`. Returns nothing if they are of another.
+/// Compares options of LibTorch's class `Options`. Returns nothing if they are of another class.
 template <class Options>
 std::optional<bool> compared(const torch::optim::OptimizerOptions& a, const torch::optim::OptimizerOptions& b) {
   const auto* const first = dynamic_cast<const Options*>(&a);
@@ -52,7 +52,8 @@ GRADACCUM_INLINE bool same_values(const Archive::Values& a, const Archive::Value
   });
 }
 
-/// Compares two options: user-made ones by the learning rate, and by their values if they archive themselves.
+/// Compares two options. Options of users' classes are compared by learning rate, and by values if they can be
+/// archived.
 GRADACCUM_INLINE bool same_options(const torch::optim::OptimizerOptions& a, const torch::optim::OptimizerOptions& b) {
   using namespace torch::optim;
   std::optional<bool> same;
@@ -62,7 +63,7 @@ GRADACCUM_INLINE bool same_options(const torch::optim::OptimizerOptions& a, cons
   return same ? *same : learning_rate(a) == learning_rate(b) && same_values(values_of(a), values_of(b));
 }
 
-/// Sets options. Keeps their object if only the learning rate has changed, since others may refer to it.
+/// Sets options. Keeps their object if only the learning rate has changed, since other code may refer to it.
 GRADACCUM_INLINE void set_options(torch::optim::OptimizerParamGroup& group, const torch::optim::OptimizerOptions& to) {
   if (const auto rate = learning_rate(to)) group.options().set_lr(*rate);
   if (!same_options(group.options(), to)) group.set_options(to.clone());
@@ -86,7 +87,7 @@ GRADACCUM_INLINE torch::Tensor OptimizerFacade::step(LossClosure closure) {
 
 GRADACCUM_INLINE void OptimizerFacade::save(torch::serialize::OutputArchive& archive) const {
   check_saving_();
-  const_cast<OptimizerFacade*>(this)->synchronize();  // includes what was set just now
+  const_cast<OptimizerFacade*>(this)->synchronize();  // includes options that were just set
   wrapped_.save(archive);
 }
 

@@ -57,7 +57,7 @@ GRADACCUM_INLINE void Shards::divide(std::size_t place, bool may_be_cut, std::ve
         piece.size() * static_cast<std::int64_t>(parameter.element_size());
 }
 
-/// Gives each rank as many whole units as the others; those left over go to the first in `ranks`.
+/// Gives each rank an equal number of whole units; remaining ones go to the first in `ranks`.
 GRADACCUM_INLINE std::vector<Shards::Piece> Shards::cut(std::int64_t elements, const std::vector<std::size_t>& ranks) {
   const auto number = static_cast<std::int64_t>(ranks.size()), units = elements / unit;
   std::vector<std::int64_t> units_of(ranks.size(), units / number);

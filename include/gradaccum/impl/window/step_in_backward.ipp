@@ -22,9 +22,8 @@
 
 namespace gradaccum::detail {
 
-/// The gradients that a backward pass has computed so far. Steps their parameters, and frees them. Backward runs a
-/// thread for each device, which may have several streams: gradients that are stepped together wait on their own
-/// stream.
+/// Collects the gradients that a backward pass has computed, steps their parameters, and frees them. Backward runs a
+/// thread for each device, which may use several streams: gradients wait per stream until they are stepped together.
 class ArrivingGradients final : public GradReadyListener {
  public:
   ArrivingGradients(std::shared_ptr<WindowGradients> window, AnyOptimizer& optimizer)
@@ -47,7 +46,7 @@ class ArrivingGradients final : public GradReadyListener {
     if (waiting.elements >= enough) step(std::exchange(waiting, {}).places);
   }
 
-  /// Steps the parameters that still wait, once backward is complete.
+  /// Steps the remaining parameters after backward is complete.
   void step_waiting() {
     const std::lock_guard lock(mutex_);
     std::vector<std::size_t> all;

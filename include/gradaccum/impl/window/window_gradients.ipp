@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A window's gradients: their norm, clipping, overflow, and the factor that is applied to them.
+// Implements a window's gradients: their norm, clipping, overflow, and the factor that is applied to them.
 #pragma once
 
 #include <gradaccum/detail/window/window_gradients.hpp>
@@ -49,7 +49,7 @@ GRADACCUM_INLINE std::shared_ptr<WindowGradients> WindowGradients::part(const st
 }
 
 GRADACCUM_INLINE void WindowGradients::divide(const Shards& shards, const std::vector<at::Tensor>& sums) {
-  for (auto place : sums_.places()) sums_.forget(place);  // not sent: those of frozen parameters
+  for (auto place : sums_.places()) sums_.forget(place);  // frozen parameters: not sent
   WindowSums own;
   own.set_parameters(shards.own());
   for (std::size_t place = 0; place < sums.size(); ++place)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sums of a window: folded, saved and loaded.
+// Folds, saves and loads the sums of a window.
 #pragma once
 
 #include <gradaccum/detail/window/window_sums.hpp>
@@ -59,7 +59,7 @@ GRADACCUM_INLINE void add_sum(WindowSums::Named& named, const std::string& slot,
   named.emplace(slot + kind + name, sum._values().detach());
 }
 
-/// Copies a sum into the parameter's memory order, as backward leaves it: a norm adds up in that order.
+/// Copies a sum into the parameter's memory order, as after backward, because a norm is summed in that order.
 GRADACCUM_INLINE at::Tensor dense_sum(const at::Tensor& parameter, const at::Tensor& saved, const std::string& name) {
   TORCH_CHECK(saved.sizes() == parameter.sizes() && saved.is_complex() == parameter.is_complex() &&
                   (saved.is_floating_point() || saved.is_complex()),
@@ -68,7 +68,7 @@ GRADACCUM_INLINE at::Tensor dense_sum(const at::Tensor& parameter, const at::Ten
   return at::empty_like(parameter, saved.scalar_type()).copy_(saved);
 }
 
-/// Takes a sum out of `named`, on its parameter's device; undefined if there is none.
+/// Removes a sum from `named` and returns it on its parameter's device; undefined if there is none.
 GRADACCUM_INLINE at::Tensor extract_sum(WindowSums::Named& named, const std::string& slot, const std::string& name,
                                         const at::Tensor& parameter) {
   const at::NoGradGuard no_grad;

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//
-// The kernels for CUDA devices. Compiled without contraction to fused multiply-adds, to round as on the CPU.
+// Defines the kernels for CUDA devices. Compiled without contraction to fused multiply-adds, to round as on the CPU.
 
 #include <gradaccum/detail/kernels/device/launch.hpp>
 #include <gradaccum/detail/kernels/numbers.hpp>

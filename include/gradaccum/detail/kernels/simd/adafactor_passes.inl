@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//
-// The passes of an Adafactor step on a processor. Included by kernels.ipp for each instruction set.
+// Runs the passes of an Adafactor step on a processor. Included by kernels.ipp for each instruction set.
 
 /// The most numbers that are summed in float32; longer sums add up several such sums in float64.
 constexpr std::int64_t adafactor_run = 4096;
