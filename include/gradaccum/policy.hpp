@@ -63,6 +63,7 @@ struct Step {
 
 namespace hooks {
 
+/// True for a class with at least one of the hooks.
 template <class P>
 inline constexpr bool any_in =
 #define GRADACCUM_HOOK(name, signature, form) name::in<P> ||

@@ -13,7 +13,7 @@ inline constexpr std::string_view page_before_json = R"html(<!DOCTYPE html>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; base-uri 'none'; form-action 'none';
 style-src 'sha256-1jd1Myexv9bb7UbbVuM0dOv0FYB1vn01Kuey27jFCQs=';
-script-src 'sha256-cpTgD0nYyWKJWN7dXl4m1+CkTluoscLFlIlmyqcqOgI='">
+script-src 'sha256-G/7UPoHwL4+/iQH3qJJrQzQ9mbj0XVQRWCsRs+6UcDI='">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>Training</title>
@@ -96,7 +96,7 @@ const at = id => document.getElementById(id), run = JSON.parse(at('run').textCon
 const template = document.querySelector('template').content.firstElementChild;
 const svgSpace = template.querySelector('svg').namespaceURI;
 
-// Control characters, and those that turn a text's direction, are shown as one that says so.
+// Control characters and marks that change the direction of text are shown as a visible replacement.
 const unseen = /(?![\n\t])[\p{Cc}\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]/gu;
 const clean = (text, most = 1e4) => (text.length > most ? text.slice(0, most) + '…' : text).replace(unseen, '\ufffd');
 const make = (to, tag, text = '', attributes = {}) => {
@@ -123,7 +123,7 @@ const least = (all, of) => all.reduce((best, one) => best && of(best) <= of(one)
 const nearest = (points, x) => least(points, point => Math.abs(point.x - x));
 const finiteOf = points => points.filter(point => point.mean !== null);
 
-// The chart of a curve is what is behind the last `/` of its name; all of memory/ shares one, called so, in MB or GB.
+// A curve's chart is named by the part of its name after the last `/`; all curves of memory/ share one, in MB or GB.
 const isMemory = name => name.startsWith('memory/'), pieces = run.runs.flatMap(one => one.curves);
 const inGB = pieces.some(([name, , all]) => isMemory(name) && all.some(piece => piece[4] >= 10 * 2 ** 30));
 const [unit, unitName] = inGB ? [2 ** 30, 'GB'] : [2 ** 20, 'MB'];
@@ -152,7 +152,7 @@ const stack = curves => {
     return {...point, mean: sums[i], low: sums[i], high: sums[i], gaps: 0};
   }));
 };
-// The colour of a series says of which run it is; where there is one run, which of its prefixes it has.
+// The colour of a series shows its run; with a single run, its prefix.
 const seriesOf = chart => runs.flatMap(({name, curves}, place) => {
   const prefixes = new Set(['train', ...curves.filter(curve => !isMemory(curve.chart)).map(curve => curve.series)]);
   const here = curves.filter(curve => curve.chart === chart);
@@ -180,7 +180,7 @@ const rangeOf = share => {
   if (size < 1e-290) return [0, 1];
   return high - low > 2e-9 * size ? [low, high] : [Math.min(low, 0), Math.max(high, 0)];  // of one number: from 0
 };
-// Ticks at multiples of 1, 2 or 5 times a power of ten; an axis of updates ends where they do.
+// Ticks at multiples of 1, 2 or 5 times a power of ten; an axis of updates ends at the last update.
 const axisOf = ([low, high], steps, isWhole) => {
   const size = Math.max(high / steps - low / steps, isWhole ? 1 : 0), power = 10 ** Math.floor(Math.log10(size));
   const step = [1, 2, 5, 10].map(digit => digit * power).find(one => one >= size * (1 - 1e-9));
@@ -203,7 +203,7 @@ const updatesOf = points => {
   return axisOf([from, Math.max(last, from + 1)], 5, true);
 };
 
-// The charts whose scale somebody has switched are named in the address, which outlives the page's reading itself anew.
+// Charts whose scale was switched are stored in the page's address, so that they survive a reload.
 const switched = new Set(location.hash.slice(1).split('&').filter(Boolean));
 const keyOf = chart => 'log=' + encodeURIComponent(chart.name);  // no element's id, to which a browser would scroll
 const frameOf = (chart, width, height) => {
@@ -232,7 +232,7 @@ const drawAxes = (svg, {x, y, isLog, across, down, width, height}) => {
   for (const tick of x.ticks) label(textOf(tick, x.ticks), across(tick), height + 17, 'middle', 'tick');
   label('update', width, height + 33, 'end', '');
 };
-// Tells whether a curve hides another, or would: nine of ten points lie on it, to two pixels.
+// Returns whether a curve hides another: nine of ten points are within two pixels of it.
 const hides = ({finite: one}, {finite: other}, down) => {
   let i = 0;
   const same = ({x, mean}) => {
@@ -307,7 +307,7 @@ const draw = chart => {
   svg.replaceChildren();
   svg.setAttribute('viewBox', `${-left} -8 ${width + left + 14} ${height + 46}`);
   drawAxes(svg, frame);
-  const plot = make(svg, 'svg', '', {x: -4, y: -3, width: width + 8, height: height + 6});  // cuts off what is outside
+  const plot = make(svg, 'svg', '', {x: -4, y: -3, width: width + 8, height: height + 6});  // clips the curves
   plot.setAttribute('viewBox', `-4 -3 ${width + 8} ${height + 6}`);
   series.forEach((one, i) => one.under = series.slice(0, frame.isStack ? 0 : i)
     .filter(other => hides(one, other, frame.down) || hides(other, one, frame.down)));

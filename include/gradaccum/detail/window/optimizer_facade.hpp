@@ -14,8 +14,8 @@ namespace gradaccum::detail {
 
 /// An accumulator as a `torch::optim::Optimizer`, for code that takes one by reference.
 ///
-/// Its groups have the wrapped optimizer's parameters and copies of its options. `Optimizer::zero_grad`, which is not
-/// virtual and does not know of windows, clears their gradients, so windows that it steps keep their sums apart.
+/// Its groups have the wrapped optimizer's parameters and copies of its options. `Optimizer::zero_grad` is not virtual,
+/// so it clears gradients inside of windows, too: windows that a facade steps store their sums separately.
 class OptimizerFacade final : public torch::optim::Optimizer {
  public:
   /// `step` counts a micro-batch, and clears the gradients after a window. `check_saving` throws when the optimizer's

@@ -95,8 +95,8 @@ GRADACCUM_INLINE at::Tensor rows_in_use(std::int64_t number, const std::vector<M
   return at::cat(found);
 }
 
-/// The rows of a table that one step by a sparse gradient reads, bitwise equal to the dense step in the rows that that
-/// would change. Moments are sparse tensors of the rows that have ever had a gradient; those of all others are zero.
+/// The rows of a table that a step with a sparse gradient reads. The step is bitwise equal to the dense step in all rows
+/// that the dense step would change. Moments are sparse tensors of the rows that have had a gradient; other rows are 0.
 class StepRows {
  public:
   /// Collects the rows. `moments` must be all that the parameter has.
@@ -376,7 +376,7 @@ class AdafactorTensor {
   /// The number of matrices that are split into pieces. `sum` makes the factors and measures the update of all others.
   std::int64_t cut_matrices() const { return operand_.parts > 1 ? operand_.matrices : 0; }
   std::int64_t elements() const { return parameter_.numel(); }
-  std::int64_t extra_elements() const { return extra_elements_; }  ///< allocated besides the parameter's own
+  std::int64_t extra_elements() const { return extra_elements_; }  ///< allocated in addition to the parameter's
 
  private:
   void set_shape(const AdafactorStep& step) {

@@ -219,7 +219,7 @@ GRADACCUM_INLINE std::function<c10::intrusive_ptr<c10d::Backend>()> prepare_gloo
 #if defined(USE_C10D_GLOO) && __has_include(<gloo/context.h>)
   using Gloo = c10d::ProcessGroupGloo;
   const auto options = Gloo::Options::create(timeout);
-  options->threads = 8;  // buckets at once; with 4 a window takes 2 % longer, with Gloo's default of 2 some 7 %
+  options->threads = 8;  // concurrent buckets; with 4 a window takes 2 % longer, with Gloo's default of 2 some 7 %
   const auto meeting = c10::make_intrusive<c10d::PrefixStore>(name, store);
   options->devices.push_back(with_gloo(rank, "open its network interface", [&] {
     const char* const interface = std::getenv("GLOO_SOCKET_IFNAME");
@@ -244,8 +244,9 @@ GRADACCUM_INLINE std::function<c10::intrusive_ptr<c10d::Backend>()> prepare_gloo
 #endif
 }
 
-/// A rank that fails tells the others why. So before Gloo connects, where nothing ends its waiting, all have done what
-/// can fail; and after it all are connected, as one that ended at once would break the connections of the others.
+/// A rank that fails reports the reason to the other ranks. All steps that can fail are done before Gloo connects, as
+/// nothing ends a wait inside it. The constructor returns when all ranks are connected: a rank that ended earlier would
+/// break the connections of the other ranks.
 GRADACCUM_INLINE Connections::Connections(const c10::intrusive_ptr<c10d::Store>& store, const std::string& host,
                                           const std::string& store_name, int rank, int world_size,
                                           std::chrono::milliseconds timeout, std::chrono::milliseconds patience)

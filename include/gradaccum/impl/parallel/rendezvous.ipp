@@ -91,7 +91,7 @@ GRADACCUM_INLINE LaunchEnvironment launch_environment(const EnvironmentLookup& l
   if (const auto address = lookup("MASTER_ADDR")) {
     environment.address = *address;
   } else {
-    const bool by_step = lookup(slurm->rank) == lookup(found->rank) &&            // not that of a daemon
+    const bool by_step = lookup(slurm->rank) == lookup(found->rank) &&            // not a daemon's
                          lookup(slurm->world_size) == lookup(found->world_size);  // srun sets PMI_RANK, too
     const auto nodes = by_step ? lookup("SLURM_STEP_NODELIST") : std::nullopt;
     TORCH_CHECK(nodes, "ProcessGroup: the environment must set MASTER_ADDR to the host of rank 0, but does not");
