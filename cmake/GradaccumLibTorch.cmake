@@ -41,8 +41,7 @@ function(gradaccum_libtorch_version root result)
   set(${result} "${version}" PARENT_SCOPE)
 endfunction()
 
-# Sets `result` to the directory of `root`'s libraries: lib/ of a wheel or an archive, lib/<triplet> of a Debian
-# package.
+# Sets `result` to the directory of `root`'s libraries: lib/ in wheels and archives, lib/<triplet> in Debian packages.
 function(gradaccum_libtorch_library_dir root result)
   set(${result} "" PARENT_SCOPE)
   foreach(dir IN ITEMS lib lib64 "lib/${CMAKE_LIBRARY_ARCHITECTURE}")
@@ -156,8 +155,7 @@ function(gradaccum_present_libtorch result)
   foreach(python IN ITEMS "${Python3_EXECUTABLE}" "$ENV{VIRTUAL_ENV}/bin/python" "${GRADACCUM_PYTHON}")
     if(EXISTS "${python}" AND NOT python IN_LIST asked)
       list(APPEND asked "${python}")
-      # find_spec instead of import, because importing torch needs every CUDA library, which building against it does
-      # not.
+      # find_spec instead of import, because import needs every CUDA library, and building against torch does not.
       execute_process(
         COMMAND "${python}" -c "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])"
         OUTPUT_VARIABLE place OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
