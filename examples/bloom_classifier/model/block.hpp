@@ -11,7 +11,7 @@
 
 namespace bloom {
 
-/// Two matrices with GELU (its tanh form) between them.
+/// Two linear layers with GELU (tanh approximation) between them.
 class BloomMLPImpl : public torch::nn::Module {
  public:
   explicit BloomMLPImpl(const BloomConfig& config)
@@ -27,7 +27,7 @@ class BloomMLPImpl : public torch::nn::Module {
 };
 TORCH_MODULE(BloomMLP);
 
-/// One layer: attention and MLP, each on a normalised copy, and added to what came in (or to that copy).
+/// One layer: attention and MLP, each on a normalized copy, and added to the input (or to that copy).
 class BloomBlockImpl : public torch::nn::Module {
  public:
   BloomBlockImpl(const BloomConfig& config, std::shared_ptr<AlibiChannels> alibi)
@@ -38,7 +38,7 @@ class BloomBlockImpl : public torch::nn::Module {
         adds_normalised_(config.apply_residual_connection_post_layernorm),
         dropout_(config.hidden_dropout) {}
 
-  /// [n, t, hidden_size] to the same. `lengths`: of packed rows.
+  /// Maps [n, t, hidden_size] to the same shape. `lengths`: of packed rows.
   at::Tensor forward(const at::Tensor& hidden, const at::Tensor& lengths = {}) {
     const auto normalised = input_layernorm->forward(hidden);
     return add_mlp(add(self_attention->forward(normalised, lengths), adds_normalised_ ? normalised : hidden));
