@@ -42,7 +42,7 @@ struct NamedRun {
 };
 
 /// Returns the runs of --compare: batches of B; batches of B/4 accumulated over 4 steps; batches of B compiled, if they
-/// were; and batches of B in bfloat16 where that is fast, except for float64.
+/// were; and batches of B in bfloat16 if that is fast, except for float64.
 inline std::vector<NamedRun> runs_to_compare(const Options& large) {
   auto plain = large;
   plain.compile.clear();
