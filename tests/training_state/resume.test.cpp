@@ -261,7 +261,7 @@ TEST_CASE("resume: micro-batches that are skipped because of their loss") {
   CHECK(straight.report.nan_batches == 3);
 }
 
-// Changes parts of a state one by one. If a change made no difference, the tests above could not detect an unsaved part.
+// Changes parts of a state one by one. If one made no difference, the tests above could not detect its loss.
 TEST_CASE("resume: changing a part of a state changes the training or is an error") {
   const Directory directory;
   const auto straight = train({}, tensor_batches, directory / "straight", -1, 1);
