@@ -517,7 +517,7 @@ TEST_CASE("in_backward: a loss that was scaled by hand is detected by the scaler
   REQUIRE_ERROR("with in_backward, the gradients of this window were freed", scaler.unscale_(rig.accumulator));
 }
 
-TEST_CASE("in_backward: freed gradients are an error, not missing gradients") {
+TEST_CASE("in_backward: reading freed gradients is an error") {
   Rig rig({.in_backward = true});
   auto held = rig.accumulator.gradients();
   rig.accumulator.backward(loss_of(rig.model, rig.batches[0]));
