@@ -262,7 +262,7 @@ TEST_CASE("samples_of: a text is one sample, and so is an unknown type") {
   CHECK(inner::samples_of(std::optional<int>()) == 1);
 }
 
-TEST_CASE("batches_of: the range's size, if it has one") {
+TEST_CASE("batches_of: the range's size if it has one") {
   CHECK(inner::batches_of(std::vector<int>(3)) == 3);
   CHECK(inner::batches_of(ga::data::TensorBatches(torch::zeros({5, 1}), torch::zeros({5}), {.batch_size = 2})) == 3);
   CHECK_FALSE(inner::batches_of(std::forward_list<int>{1, 2}));

@@ -139,7 +139,7 @@ TEST_CASE("Trainer: gradients are checked after the policies have changed them")
   CHECK(other.moved() == 1.0);
 }
 
-TEST_CASE("Trainer: if a policy requires finite gradients, windows are skipped") {
+TEST_CASE("Trainer: windows are skipped if a policy requires finite gradients") {
   struct Asks {
     std::vector<bool>* skipped;
     void before_step(ga::Gradients& gradients) const { gradients.factor().require_finite(); }
