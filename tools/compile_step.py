@@ -164,8 +164,7 @@ def scripted(script):
 
 def graph_of(forward, inputs):
     """Returns the loss, the other outputs of `forward` and the gradients as one exported graph, and which gradients
-    exist.
-    Without learned inputs, returns the graph of a pass without gradients."""
+    exist. Without learned inputs, returns the graph of a pass without gradients."""
     import torch
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.nn.attention import SDPBackend
@@ -205,8 +204,7 @@ def graph_of(forward, inputs):
 def attends_to_few(graph):
     """Returns whether all flash attention is over at most 128 tokens, or in float64. At 128 tokens in 16 bits, matrix
     products and a softmax that is compiled with its surroundings are 1.4 times as fast; at 256 they are no faster. In
-    float64, torch
-    2.11 compiles the sums of flash attention's softmax as float32."""
+    float64, torch 2.11 compiles the sums of flash attention's softmax as float32."""
     import torch
     keys = [node.args[1].meta["val"] for node in graph.graph.nodes if "flash_attention_for_cpu.default" in str(node.target)]
     return bool(keys) and all(key.dtype == torch.float64 or key.shape[-2] <= 128 for key in keys)
@@ -229,8 +227,7 @@ def moved_buffers(exported, inputs):
 
 def refuse_negative_indices():
     """Makes torch's compiler refuse negative indices in embedding and gather, as these operations do. Torch 2.11 counts
-    them
-    from the end."""
+    them from the end."""
     import torch
     from torch._inductor import lowering
 
@@ -250,8 +247,7 @@ def refuse_negative_indices():
 
 def generated_source(exported, capability):
     """Returns the graph's C++, its constants as bytes, a GPU's kernels by name, and the calls that it delegates to a
-    proxy
-    executor."""
+    proxy executor."""
     import torch
     refuse_negative_indices()
     draws = any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in exported.graph.nodes)
@@ -452,8 +448,7 @@ template <class Index>
 
 def with_checks_that_throw(kernel):
     """Returns the kernel with checks of indices that throw an exception. An exception must not leave a parallel region,
-    so the
-    loop around a check stores it, and the kernel throws it at its end."""
+    so the loop around a check stores it, and the kernel throws it at its end."""
     def check(match):
         condition, lower, index, upper = match.groups()
         limits = "std::numeric_limits<int64_t>::min()", "std::numeric_limits<int64_t>::max()"
@@ -489,8 +484,7 @@ def loop_around(code, at):
 
 def self_contained(source, constants, kernels, calls, capability):
     """Returns the source with its constants and kernels, an interface of five functions, and names that end in UNIQUE,
-    so
-    that a program can hold several."""
+    so that a program can hold several."""
     _, interface, tail = source.partition('#include <torch/csrc/inductor/aoti_runtime/model_container.h>\n')
     tail = tail.partition('} // extern "C"\n')[2]  # without LibTorch's interface of about forty functions
     if not interface or "AOTInductorModel::run_impl" not in tail:
@@ -620,8 +614,7 @@ def instructions_of(capability):
 
 def flags_of(capability):
     """Returns the flags of torch.compile's compiler, with only the capability's instructions. Code that launches a
-    GPU's
-    kernels is long and need not be fast, so it is optimized less."""
+    GPU's kernels is long and need not be fast, so it is optimized less."""
     processor, optimization = ("DEFAULT", "-O1") if capability.startswith(CUDA) else (capability, "-O3")
     return ["-std=c++20", optimization, "-DNDEBUG", "-g0", "-w", "-fno-trapping-math", "-fno-math-errno", "-ffp-contract=off",
             "-fno-tree-loop-vectorize", "-fopenmp", "-fvisibility=hidden",
@@ -667,8 +660,7 @@ def exported_graph(manifest, name, directory):
 
 class Code:
     """Generates and compiles the code of a folder's graphs. While the next graph is generated, at most two libraries
-    are
-    compiled, because a compiler takes 2 GB. Leaving the scope waits for the compilers. `title`: the folder in
+    are compiled, because a compiler takes 2 GB. Leaving the scope waits for the compilers. `title`: the folder in
     messages."""
 
     def __init__(self, manifest, title, capability, directory, library):
@@ -769,8 +761,7 @@ def directory_to_compile_in():
 
 def capability_of(asked, model):
     """Returns the requested CPU capability, or that of this CPU; for a model on a CUDA device the compute capability of
-    this
-    GPU."""
+    this GPU."""
     import torch
     if "] on cuda" in model:
         if not torch.cuda.is_available():

@@ -381,8 +381,7 @@ class _Exporter:
 
     def sample(self, name, kind, batch):
         """Returns a batch and eager PyTorch's results of it as summaries: the loss, the output, each gradient and each
-        buffer. In
-        16 bits, adds the results of float32."""
+        buffer. In 16 bits, adds the results of float32."""
         found = {f"{name}.batch.{key}": value for key, value in batch.items()}
         found.update({f"{name}.wanted.{key}": value for key, value in self.eager(kind, batch).items()})
         if self.in_16_bits():

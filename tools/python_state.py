@@ -16,8 +16,7 @@ HOLDERS = (dict, list, collections.deque, set, types.CellType)  # containers who
 
 class PythonState:
     """Attributes, variables of closures and states of random generators, including those inside lists, dictionaries,
-    sets,
-    arrays and objects. Excludes globals and attributes of classes."""
+    sets, arrays and objects. Excludes globals and attributes of classes."""
 
     def __init__(self, roots, but=()):
         """`roots`: modules and functions by name. `but`: tensors to leave out."""

@@ -5,9 +5,8 @@
     make_demo.py demo --kind text --kind lm
 
 For each kind, text (a BERT that separates good reviews from bad ones), lm (a Llama that writes reviews) and image (a
-ViT for
-FashionMNIST), there are demo/KIND, a model that tools/export_model.py exported, and demo/KIND.train.safetensors and
-demo/KIND.validation.safetensors, the tensors that it takes. It needs what tools/export_model.py needs.
+ViT for FashionMNIST), there are demo/KIND, a model that tools/export_model.py exported, and demo/KIND.train.safetensors
+and demo/KIND.validation.safetensors, the tensors that it takes. It needs what tools/export_model.py needs.
 """
 
 import argparse
