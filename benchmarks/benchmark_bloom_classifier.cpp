@@ -117,7 +117,7 @@ int main(int argc, char** argv) {
   const Reviews data(config.vocab_size, reviews, 3);
   article::Loop padded(config, true), unpadded(config, false);
   Ours ours(config, false), bfloat16(config, true);
-  // Not the biases: the keys' have only rounding errors as gradients, which Adam turns into full steps.
+  // Excludes the biases, because the keys' have only rounding errors as gradients, which Adam turns into full steps.
   const auto weights_of = [](auto& program) {
     auto weights = program.model->transformer->h->parameters();
     std::erase_if(weights, [](const at::Tensor& weight) { return weight.dim() < 2; });

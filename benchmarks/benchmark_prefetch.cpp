@@ -43,7 +43,7 @@ class Epoch {
   Prepare prepare_;
 };
 
-/// The same batches for LibTorch's loader.
+/// Makes the same batches for LibTorch's loader.
 struct Dataset : torch::data::datasets::BatchDataset<Dataset, ga::data::Batch> {
   explicit Dataset(Prepare given) : prepare(std::move(given)) {}
   ga::data::Batch get_batch(c10::ArrayRef<std::size_t> indices) override {

@@ -303,7 +303,7 @@ TEST_CASE("A float16 step applies the loss scale inside", "[compiled_step]") {
     const ga::Autocast autocast(torch::kCPU, torch::kHalf);
     return plain_loss(other, of);
   };
-  // So small that without a scale the gradients underflow in float16.
+  // Scales the weights down, so that gradients without a scale underflow in float16.
   const auto tiny = [](Perceptron& of) {
     torch::NoGradGuard no_grad;
     of->last->weight.mul_(1e-6);

@@ -212,7 +212,7 @@ TEST_CASE("Values that LibTorch reads on the host within an operation are record
   }));
 }
 
-TEST_CASE("LibTorch's attention compares tensors: it may, where no other answer would change what it computes",
+TEST_CASE("LibTorch's attention may compare tensors if another result of the comparison would not change its output",
           "[save_step]") {
   const testing::Directory directory;
   torch::manual_seed(0);

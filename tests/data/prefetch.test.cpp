@@ -85,7 +85,7 @@ class Own {
   at::Tensor batch_;
 };
 
-/// Also has a state, which can be made wrong.
+/// A range with a state, which can be made wrong.
 class OwnWithState : public Own {
  public:
   std::int64_t lie = 0;

@@ -490,7 +490,7 @@ TEST_CASE("FitMemory: a Trainer makes the updates of Accumulate, in parts of any
       }
     CHECK(sums == wanted);
 
-    // The same rows in order, cut in the same way; windows by samples.
+    // Trains on the same rows in order, cut in the same way; windows by samples.
     const auto all = Batch{
         torch::cat({batches[0].data, batches[1].data, batches[2].data, batches[3].data, batches[4].data}),
         torch::cat({batches[0].target, batches[1].target, batches[2].target, batches[3].target, batches[4].target})};

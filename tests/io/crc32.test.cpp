@@ -12,7 +12,7 @@ namespace {
 
 using Bytes = std::vector<unsigned char>;
 
-// The same as in Python: x = 1; then bytes: x = (x * 1103515245 + 12345) % 2**32; x >> 16 & 255
+// Computes as Python: x = 1; then bytes: x = (x * 1103515245 + 12345) % 2**32; x >> 16 & 255
 Bytes sequence(std::size_t size) {
   Bytes bytes(size);
   std::uint32_t x = 1;

@@ -433,7 +433,7 @@ TEST_CASE("ProcessGroup: a silent rank is named to all others") {
   {
     inner::Heartbeat first(store, "here", 0, 4), second(store, "here", 1, 4), third(store, "here", 2, 4);
     CHECK(first.explain() == "rank 3 has ended or hangs");
-    CHECK_FALSE(third.wait([] { return false; }));  // returns although no one signals it
+    CHECK_FALSE(third.wait([] { return false; }));  // returns without a signal
     CHECK(third.explain() == "rank 3 has ended or hangs");
   }
   const auto other = c10::make_intrusive<c10d::HashStore>();

@@ -259,7 +259,7 @@ TEST_CASE("Shards: each element belongs to one rank, in whole units, balanced ov
   }
   CHECK(std::accumulate(elements_of.begin(), elements_of.end(), std::int64_t{0}) == all);
   if (may_be_cut && world_size <= 4)
-    for (auto elements : elements_of) CHECK(elements <= all / world_size + 60000);  // the one that is not contiguous
+    for (auto elements : elements_of) CHECK(elements <= all / world_size + 60000);  // plus the non-contiguous one
 }
 
 TEST_CASE("Shard: with exact sums, any number of ranks gives the bits of unsharded ranks") {

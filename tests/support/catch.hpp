@@ -24,7 +24,7 @@ using Catch::Approx;
 
 namespace testing {
 
-/// Whether AddressSanitizer makes every test several times slower.
+/// True if AddressSanitizer makes every test several times slower.
 #ifdef __SANITIZE_ADDRESS__
 inline constexpr bool sanitized = true;
 #else

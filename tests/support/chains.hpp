@@ -158,7 +158,7 @@ class Rig {
     return step;
   }
 
-  /// Whether gradients exist before the step and are added to.
+  /// Adds to gradients that exist before the step.
   bool accumulate = false;
   /// The gradient of the output: dense, or one number expanded.
   enum class Loss { weighted, sum } loss = Loss::weighted;

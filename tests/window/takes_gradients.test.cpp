@@ -27,7 +27,7 @@ struct TakingSGD : torch::optim::SGD, ga::TakesGradients {
   int taken = 0;
 };
 
-// The same without LibTorch's base class.
+// A class like TakingSGD without LibTorch's base class.
 struct Plain {
   std::vector<torch::optim::OptimizerParamGroup> groups;
   int stepped = 0, taken = 0;

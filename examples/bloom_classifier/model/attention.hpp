@@ -40,7 +40,7 @@ class BloomAttentionImpl : public torch::nn::Module {
     return output(contexts);
   }
 
-  /// For one token of each row, `index` [n], only: [n, t, hidden_size] to [n, 1, hidden_size].
+  /// Computes only one token of each row, `index` [n]: [n, t, hidden_size] to [n, 1, hidden_size].
   at::Tensor forward_at(const at::Tensor& hidden, const at::Tensor& index) {
     const auto wide = with_channels(hidden, {}).front();
     const auto rows = index.view({-1, 1, 1, 1});
@@ -48,7 +48,7 @@ class BloomAttentionImpl : public torch::nn::Module {
     return output({attend(wide[0].take_along_dim(rows, 2), wide[1], wide[2], seen, /*is_causal=*/false)});
   }
 
-  /// For the last token of each packed row only: [1, all tokens, hidden_size] to [1, n, hidden_size].
+  /// Computes only the last token of each packed row: [1, all tokens, hidden_size] to [1, n, hidden_size].
   at::Tensor forward_at_ends(const at::Tensor& hidden, const at::Tensor& lengths) {
     std::vector<at::Tensor> contexts;
     for (const auto& row : with_channels(hidden, lengths))

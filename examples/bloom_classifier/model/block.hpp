@@ -44,14 +44,14 @@ class BloomBlockImpl : public torch::nn::Module {
     return add_mlp(add(self_attention->forward(normalised, lengths), adds_normalised_ ? normalised : hidden));
   }
 
-  /// For one token of each row, `index` [n], only: [n, t, hidden_size] to [n, 1, hidden_size].
+  /// Computes only one token of each row, `index` [n]: [n, t, hidden_size] to [n, 1, hidden_size].
   at::Tensor forward_at(const at::Tensor& hidden, const at::Tensor& index) {
     const auto normalised = input_layernorm->forward(hidden);
     const auto residual = (adds_normalised_ ? normalised : hidden).take_along_dim(index.view({-1, 1, 1}), 1);
     return add_mlp(add(self_attention->forward_at(normalised, index), residual));
   }
 
-  /// For the last token of each packed row only: [1, all tokens, hidden_size] to [1, n, hidden_size].
+  /// Computes only the last token of each packed row: [1, all tokens, hidden_size] to [1, n, hidden_size].
   at::Tensor forward_at_ends(const at::Tensor& hidden, const at::Tensor& lengths) {
     const auto normalised = input_layernorm->forward(hidden);
     const auto ends = (lengths.cumsum(0) - 1).to(hidden.device());
