@@ -85,8 +85,7 @@ packages=()  # Debian packages that are missing
 tools=()     # commands that are missing
 reasons=()   # a line for each of the packages
 
-# need PACKAGE COMMAND REASON: lists PACKAGE as missing if COMMAND fails, or, with an empty COMMAND, if it is not
-# installed.
+# need PACKAGE COMMAND REASON: lists PACKAGE as missing if COMMAND fails, or if COMMAND is empty and it is not installed.
 need() {
   if [[ " ${packages[*]} " == *" $1 "* ]]; then return; fi
   if [[ -n $2 ]]; then
@@ -256,8 +255,7 @@ fetch_python_torch() {
 # Prints the value of CMake's variable $1 in the preset demo.
 of_demo() { sed -n "s/^$1:[A-Z]*=//p" build/demo/CMakeCache.txt; }
 
-# choose_python MODULE...: selects the Python that has the LibTorch of the build if it has these modules, too; otherwise
-# a fetched one.
+# choose_python MODULE...: selects the Python with the build's LibTorch if it has these modules, otherwise a fetched one.
 choose_python() {
   local root version modules="torch $*" python
   root=$(of_demo GRADACCUM_LIBTORCH_DIR) version=$(of_demo GRADACCUM_LIBTORCH_VERSION)
@@ -527,8 +525,7 @@ run_tests() {
   esac
 }
 
-# begin_results ARGUMENT...: appends a line to the file of --json that describes this machine and run, before its
-# results.
+# begin_results ARGUMENT...: appends a line to the file of --json that describes machine and run.
 begin_results() {
   local results=""
   while (( $# > 0 )); do

@@ -38,8 +38,7 @@ void step_with_folded_clip(AtenFusedAdamW& adamw, double max_norm) {
   adamw.step(clip, found_inf);
 }
 
-/// Lets the optimizer unscale, too, and checks only the norm for non-finite numbers, so overflowing squares count as
-/// infinite.
+/// Lets the optimizer unscale, too, and checks only the norm, in which overflowing squares count as infinite.
 void step_with_all_folded(AtenFusedAdamW& adamw, double max_norm) {
   const auto norm = norm_of(adamw.gradients) / scale;
   const auto found_inf = norm.isfinite().logical_not().to(torch::kFloat);

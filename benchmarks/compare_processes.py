@@ -116,8 +116,7 @@ def is_amd():
 
 
 def fashion_epoch(arguments, common):
-    """Runs ours and LibTorch's programs with mkl_on_amd.hpp and without, and Python's also with it, if it has an
-    effect."""
+    """Runs ours and LibTorch's programs with mkl_on_amd.hpp and without, and Python's also with it, if it matters."""
     def command(program, kind, *more):
         options = ["--data", arguments.data, "--epochs", arguments.epochs, *common, *more]
         return lambda repeat: [*program, kind, *options, "--seed", repeat]

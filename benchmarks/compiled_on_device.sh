@@ -16,8 +16,7 @@ if (( ! ${#reviews[@]} )); then reviews=(32); fi
 benchmarks=$(dirname "$0") python=${PYTHON:-python3} steps=$out/steps
 mkdir -p "$steps"
 
-# run SECONDS NAME COMMAND...: runs a command for at most that time, and writes its output and its time to OUT/NAME.txt,
-# too.
+# run SECONDS NAME COMMAND...: runs a command for at most that time, and also writes output and time to OUT/NAME.txt.
 run() {
   local start=$SECONDS status=0
   timeout "$1" "${@:3}" 2>&1 | tee "$out/$2.txt" || status=$?

@@ -16,8 +16,7 @@
 #include "dataset.hpp"
 #include "model.hpp"
 
-/// Programs that train the network of the FashionMNIST example (784-512-512-10) in batches of 64, each written
-/// idiomatically.
+/// Programs that train the network of the FashionMNIST example (784-512-512-10) in batches of 64, in idiomatic code.
 namespace fashion_programs {
 
 namespace ga = gradaccum;

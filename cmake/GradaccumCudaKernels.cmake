@@ -10,8 +10,7 @@ set(GRADACCUM_CUDA_ARCHITECTURES native CACHE STRING
   "The architectures that kernels for CUDA devices are compiled for (native: this machine's; where it has none, 75;80;90;100); newer ones get the last's, compiled when they load it")
 set(GRADACCUM_OLDEST_NVCC 12.8)
 
-# Sets `result` to the architectures of this machine's devices as CMake numbers them, such as 90; empty without a
-# device.
+# Sets `result` to the architectures of this machine's devices in CMake's form, such as 90; empty without a device.
 function(gradaccum_native_architectures result)
   find_program(GRADACCUM_NVIDIA_SMI nvidia-smi DOC "Shows whether this machine has an NVIDIA driver")
   mark_as_advanced(GRADACCUM_NVIDIA_SMI)

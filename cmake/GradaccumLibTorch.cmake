@@ -52,8 +52,7 @@ function(gradaccum_libtorch_library_dir root result)
   endforeach()
 endfunction()
 
-# Lists the libraries that `library` needs and the loader does not find, as "a, b"; and the path where it finds
-# `wanted`.
+# Lists the libraries that `library` needs and the loader does not find, as "a, b"; and the path of `wanted`.
 function(gradaccum_missing_libraries library missing wanted found)
   set(${missing} "" PARENT_SCOPE)
   set(${found} "" PARENT_SCOPE)
@@ -144,8 +143,7 @@ function(gradaccum_named_libtorch root origin problem)
   endforeach()
 endfunction()
 
-# Finds a LibTorch that the user has not named: in a Python that has torch, or in the system. Prints why it skips one
-# that is unusable.
+# Finds a LibTorch that the user has not named: in a Python that has torch, or in the system. Prints why it skips one.
 function(gradaccum_present_libtorch result)
   set(${result} "" PARENT_SCOPE)
   set(places "")

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# Sets defaults for developers of gradaccum. A project that contains gradaccum chooses its own build type and compiler
-# launcher.
+# Sets defaults for developers of gradaccum. Projects that contain gradaccum make their own choices.
 
 if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
   set(CMAKE_BUILD_TYPE RelWithDebInfo CACHE STRING "The build type" FORCE)

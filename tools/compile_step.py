@@ -139,8 +139,7 @@ class Inputs:
             self.add(tensor_of(layout, 0), kind == "parameter", False)
         self.parameters = range(len(kinds) - kinds.count("buffer"))
         self.buffers = range(len(self.parameters), len(kinds))
-        # A number of rows that equals no other size, so that the trace confuses no two; greater than the limit of
-        # `attends_to_few`.
+        # A number of rows that equals no other size, so that none is confused; above the limit of `attends_to_few`.
         rows = next(prime for prime in (131, 137, 139, 149, 151, 157, 163, 167, 173, 179, 181)
                     if str(prime) not in re.findall(r"\d+", model + batch))
         for layout in re.findall(r"\w+ \[[^\]]*\](?: on \w+)?", batch):
@@ -282,8 +281,7 @@ def generated_source(exported, capability):
 
 
 def arrays_of(object_file, directory):
-    """Returns the arrays of an object file with no other content, by their first symbols, NAME_start; NAME_end is the
-    end."""
+    """Returns the arrays of an object file with no other content, by the symbols NAME_start; NAME_end is the end."""
     path, data = pathlib.Path(directory, "data.o"), pathlib.Path(directory, "data.bin")
     path.write_bytes(object_file)
     run(["objcopy", "-O", "binary", "--only-section=.lrodata", "--only-section=.ldata", "--only-section=.rodata",
@@ -331,8 +329,7 @@ def taken(form, value, real_type):
 
 
 def call_of(number, call):
-    """Returns C++ that calls an operation through LibTorch's dispatcher, because generated code has no function for
-    it."""
+    """Returns C++ that calls an operation through LibTorch's dispatcher, for lack of a generated function."""
     import torch
     name, _, overload = call["target"].partition(".")
     given = {argument["name"]: argument["arg"] for argument in call["inputs"]}
@@ -468,8 +465,7 @@ def with_checks_that_throw(kernel):
 
 
 def loop_around(code, at):
-    """Returns where the body of the innermost loop or single region around a position begins and ends; None if there is
-    none."""
+    """Returns where the body of the innermost loop or single region around a position begins and ends, or None."""
     depth = 0
     while (at := max(code.rfind("{", 0, at), code.rfind("}", 0, at))) >= 0:
         depth += 1 if code[at] == "}" else -1
@@ -660,8 +656,7 @@ def exported_graph(manifest, name, directory):
 
 class Code:
     """Generates and compiles the code of a folder's graphs. While the next graph is generated, at most two libraries
-    are compiled, because a compiler takes 2 GB. Leaving the scope waits for the compilers. `title`: the folder in
-    messages."""
+    are compiled, because a compiler takes 2 GB. Leaving the scope waits for the compilers. `title`: for messages."""
 
     def __init__(self, manifest, title, capability, directory, library):
         self.manifest, self.title = manifest, title

@@ -26,8 +26,7 @@ COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokeni
 
 
 def model_of(arguments):
-    """Returns the model in training mode, with the folder's weights, or new ones if the folder has only a
-    configuration."""
+    """Returns the model in training mode, with the folder's weights, or new ones if it has none."""
     import torch
     import transformers
     transformers.logging.set_verbosity_error()

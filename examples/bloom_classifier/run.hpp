@@ -49,7 +49,7 @@ inline std::vector<Review> some_of(std::vector<Review> reviews, std::int64_t cou
 
 /// Reads and encodes reviews, trains, prints results, and saves.
 inline Trained train(const Options& options) {
-  std::optional<ga::MemoryMeter> meter;  // not with LibTorch's profiler, which replaces it
+  std::optional<ga::MemoryMeter> meter;  // not with LibTorch's profiler, which uses the same hook
   if (options.profile.empty()) meter.emplace();
   const auto reviews = read_reviews(options);
   torch::manual_seed(options.seed);

@@ -34,7 +34,7 @@ struct RunResult {
 inline RunResult train(const Options& options, const Dataset& dataset, const ga::ProcessGroup& group = {},
                        const RunOnPage& page = {}) {
   std::optional<ga::MemoryMeter> meter;          // excludes the data set, which exists already
-  if (options.profile.empty()) meter.emplace();  // not with LibTorch's profiler, which replaces it
+  if (options.profile.empty()) meter.emplace();  // not with LibTorch's profiler, which uses the same hook
   RunResult result;
   result.setup = std::make_shared<Setup>(options, dataset, group);
   auto& setup = *result.setup;

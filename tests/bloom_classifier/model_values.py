@@ -102,8 +102,7 @@ def make_values(model):
 
 
 def check_config_of_cpp():
-    """Checks that transformers reads its own configuration from config_of_cpp.json, which C++'s to_json wrote for
-    heads_3."""
+    """Checks that transformers reads its own configuration from config_of_cpp.json, C++'s to_json of heads_3."""
     read = transformers.BloomConfig(**json.loads((DATA / "config_of_cpp.json").read_text()))
     own = transformers.BloomConfig.from_pretrained(DATA / "heads_3")
     for name in ("model_type", "vocab_size", "num_labels", "id2label", "pad_token_id", "initializer_range", *MODELS["heads_3"],

@@ -26,8 +26,7 @@ namespace nn = torch::nn;
 namespace inner = gradaccum::detail;
 using namespace testing;
 
-// Effects of a checkpoint on modes of the thread, statistics, memory and threads, and the detection of changes in
-// place.
+// Effects of a checkpoint on modes, statistics, memory and threads, and the detection of changes in place.
 namespace {
 
 at::Tensor randoms(at::IntArrayRef shape, at::ScalarType dtype = at::kDouble, int seed = 3) {

@@ -2,8 +2,7 @@
 """on_null_device.py FOLDER RECORD...: tests that tools/compile_step.py's code for a GPU is loaded and launches kernels.
 
 The program RECORD... records a step into a folder inside of FOLDER, on the emulated device. A device that computes
-nothing (tests/support/null_device) replaces the GPU: results have no meaning, and everything before a kernel runs is
-real.
+nothing (tests/support/null_device) replaces the GPU: results have no meaning; everything before a kernel is real.
 """
 
 import ctypes

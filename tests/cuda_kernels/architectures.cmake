@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# Tests the choice of architectures for CUDA kernels: this machine's devices, usual ones without a device, or named
-# ones.
+# Tests the choice of architectures for CUDA kernels: this machine's devices, usual ones, or named ones.
 # cmake -D MODULE=cmake/GradaccumCudaKernels.cmake -D WHERE=folder -P architectures.cmake
 
 cmake_minimum_required(VERSION 3.25)

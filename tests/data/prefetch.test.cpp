@@ -164,8 +164,7 @@ void load(Range& range, const ga::Archive& saved) {
   archive("range", range);
 }
 
-/// Returns what a loop receives that breaks after `take` batches: each batch, its state, a random number of the
-/// training.
+/// Returns what a loop receives that breaks after `take` batches: each batch, its state, a random number.
 template <class Range>
 std::vector<std::string> seen(Range& range, std::int64_t take = all) {
   std::vector<std::string> lines;

@@ -101,8 +101,7 @@ def test_what_torch_cannot_trace_is_told_with_the_line():
 
 
 def counting(how):
-    """Returns a module whose forward calls `how`, which counts, and a function that returns the counted state as a
-    text."""
+    """Returns a module whose forward calls `how`, which counts, and a function that returns the counted state."""
     module = Module(lambda self, x: (how(self), self.linear(x))[1])
     module.step, module.seen, module.deep, module.moved = 0, [], {"of": types.SimpleNamespace(n=0)}, torch.zeros(2)
     return module, lambda: repr((module.step, module.seen, module.deep, module.moved, random.getstate()))

@@ -45,8 +45,7 @@ ga::ExportedModel model_of(const std::string& name) {
   return ga::ExportedModel(exported / name, {.code = ga::InProgram{name}});
 }
 
-/// Returns the difference of two tensors, relative to their norm; a bias with only rounding errors as gradient stays
-/// near 0.
+/// Returns the difference of two tensors, relative to their norm; a bias without a true gradient stays near 0.
 double off(const at::Tensor& got, const at::Tensor& wanted) {
   const auto exact = wanted.detach().to(at::kDouble);
   return ((got.detach() - exact).norm() / (exact.norm() + 1e-3)).item<double>();

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Computes results; a program that answers MKL like LibTorch saves them, and one that answers differently compares
-// them:
+// Computes results; a program that answers MKL like LibTorch saves them, and one that does not compares them:
 //   products save FILE | products compare FILE | products compare-bits FILE
 // Linked twice, with answer.cpp and without.
 

@@ -515,8 +515,7 @@ TEST_CASE("Adam8bit: gradients that are not finite") {
   step_with(std::numeric_limits<double>::infinity());
   CHECK(torch::equal(parameter, start));
   CHECK(optimizer.state().empty());
-  // Without a scaler non-finite numbers are not hidden. The number's block becomes non-finite, other blocks do not
-  // change.
+  // Without a scaler non-finite numbers are not hidden. Only the number's block becomes non-finite.
   for (double number : {std::nan(""), std::numeric_limits<double>::infinity()}) {
     auto other = leaf(start.clone());
     ga::optim::Adam8bit plain({other}, Adam8bitOptions(0.01));

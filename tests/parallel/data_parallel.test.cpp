@@ -523,8 +523,7 @@ TEST_CASE("DataParallel: stop at the end of an epoch ends the fit there also on 
     CHECK(rank.report.updates == 4);
     CHECK(rank.epochs == std::vector<std::int64_t>{0, 0, 1, 1});
   }
-  // after_backward of a window's last micro-batch has the sum over all ranks, or this rank's if the other has no
-  // batches.
+  // after_backward of a window's last micro-batch has the sum over all ranks, or this rank's if the other has none.
   REQUIRE(ranks[0].norms.size() == 4);
   REQUIRE(ranks[1].norms.size() == 2);
   CHECK(ranks[0].norms[0] == ranks[1].norms[0]);

@@ -871,8 +871,7 @@ struct UserMade {
   }
 };
 
-// An optimizer that takes the factor, whose first base class is not LibTorch's. Changes its gradients, which is
-// forbidden.
+// An optimizer that takes the factor, whose first base class is not LibTorch's. Wrongly changes gradients.
 struct Taking : ga::TakesGradients, torch::optim::SGD {
   using SGD::SGD;
   at::Tensor step(LossClosure closure = nullptr) override { return SGD::step(closure); }

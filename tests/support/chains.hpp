@@ -41,7 +41,7 @@ class ByteRecord {
   std::int64_t peak() const { return sums().second; }
 
  private:
-  /// A ledger without a parent: ledgers inside the scope report to this one.
+  /// Derives from MemoryLedger, because ledgers inside the scope report only to an outer ledger.
   struct Log : gradaccum::detail::MemoryLedger {
     Log() : MemoryLedger(nullptr) {}
     void reportMemoryUsage(void* block, std::int64_t bytes, std::size_t, std::size_t, c10::Device) override {

@@ -257,8 +257,7 @@ TEST_CASE("trust: resuming restores which parameters require gradients") {
     CHECK(warnings.texts().empty());
   }
 
-  // A program that freezes other parameters gets a warning; with allow_changes it keeps its choice. Loading single
-  // parts works, too.
+  // A program that freezes other parameters gets a warning; with allow_changes it keeps its choice.
   const auto path = directory / "other";
   train(path, 15);
   Net other;

@@ -346,8 +346,7 @@ def check_gaps(browser, page):
 
 
 def check_reload(browser, page):
-    """Checks that the page of a running run reloads itself, here after a second, and that of a finished run does
-    not."""
+    """Checks that the page of a running run reloads itself, here after a second, and a finished run's does not."""
     text = page.read_text()
     for state, times in (("running", 1), ("finished", 0)):
         other = page.parent / f"reload-{state}.html"

@@ -41,8 +41,7 @@ class BloomModelImpl : public torch::nn::Module {
   }
 
   /// Maps packed rows of ids, [1, all tokens], concatenated without padding, and their `lengths`, int64 [n] on the CPU,
-  /// to the hidden states [n, hidden_size] of the last token of each row. Only attention needs to know where rows
-  /// begin.
+  /// to the hidden states [n, hidden_size] of the last token of each row. Only attention uses `lengths`.
   at::Tensor forward_packed(const at::Tensor& ids, const at::Tensor& lengths) {
     const auto hidden = all_but_the_last(ids, lengths);
     return ln_f->forward(last_block_->forward_at_ends(hidden, lengths)).squeeze(0);

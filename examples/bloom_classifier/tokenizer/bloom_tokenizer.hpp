@@ -35,8 +35,7 @@ namespace bloom {
 /// `transformers`. Thread safe; each thread caches the ids of words.
 class BloomTokenizer {
  public:
-  /// @throws std::runtime_error naming the file, the requirement and the value, unless it is a tokenizer of BLOOM's
-  /// kind.
+  /// @throws std::runtime_error naming the file, the requirement and the value, for other kinds of tokenizers.
   static BloomTokenizer from_file(const std::filesystem::path& tokenizer_json) {
     return BloomTokenizer(TokenizerFileReader(tokenizer_json).read());
   }

@@ -111,8 +111,7 @@ class TokenizerFileReader {
     return {text.substr(0, space), text.substr(space + 1)};
   }
 
-  /// Reads merges, whose ranks are their indices. A repeated merge is overwritten; the first line of a merges.txt is
-  /// skipped.
+  /// Reads merges; their indices are the ranks. Repeated merges are overwritten; a merges.txt's first line is skipped.
   MergeTable read_merges(const Json& json, const Vocabulary& vocabulary) const {
     if (!json.is_array()) reader_.fail("model.merges must be an array, got ", reader_.shown_json(json));
     require_count(json, "model.merges", max_merges);

@@ -30,8 +30,7 @@ Tensor with_bias(const Tensor& gates, const OptionalTensor& bias) {
   return bias && bias->defined() ? gates + *bias : gates;
 }
 
-/// Returns the new hidden state, the new cell state, and an empty workspace, because autograd saves what backward
-/// needs.
+/// Returns the new hidden state, the new cell state, and an empty workspace, because autograd saves tensors.
 std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& cell,
                                              const OptionalTensor& input_bias, const OptionalTensor& hidden_bias) {
   const auto gates = (with_bias(hidden_gates, hidden_bias) + with_bias(input_gates, input_bias)).chunk(4, 1);
