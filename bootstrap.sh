@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# From a bare machine to running tests or a training run: installs what is missing, fetches LibTorch into build/,
-# builds and runs. A second run finds everything in place and only builds what has changed.
+# Prepares a bare machine: installs missing packages, fetches LibTorch into build/, builds, and runs tests or a
+# training. A second run finds everything installed and only builds changed files.
 
 set -euo pipefail
 
@@ -62,8 +62,8 @@ fail() { printf 'bootstrap.sh: %s\n' "$*" >&2; exit 1; }
 have() { command -v "$1" > /dev/null 2>&1; }
 refuse() { printf 'bootstrap.sh: %s; ./bootstrap.sh help lists what there is\n' "$*" >&2; exit 2; }
 
-# tell_time WHAT COMMAND...: runs the command, and says every 20 seconds how long it has taken. The command is no operand of
-# `||`, so that `set -e` holds in it.
+# tell_time WHAT COMMAND...: runs the command, and prints every 20 seconds how long it has taken. The command is no
+# operand of `||`, so that `set -e` applies in it.
 tell_time() {
   local begin=$SECONDS what=$1 clear="" teller status
   if [[ -t 1 ]]; then clear=$'\r\033[K'; fi  # ninja leaves its line unfinished on a terminal
@@ -79,13 +79,13 @@ tell_time() {
   return $status
 }
 
-# --- What the machine has to have ------------------------------------------------------------------------------------
+# --- Required packages -----------------------------------------------------------------------------------------------
 
 packages=()  # Debian packages that are missing
 tools=()     # commands that are missing
 reasons=()   # a line for each of the packages
 
-# need PACKAGE COMMAND REASON: COMMAND tells whether it is there; where it is empty the package itself is looked for.
+# need PACKAGE COMMAND REASON: lists PACKAGE as missing if COMMAND fails, or if COMMAND is empty and it is not installed.
 need() {
   if [[ " ${packages[*]} " == *" $1 "* ]]; then return; fi
   if [[ -n $2 ]]; then
@@ -107,7 +107,7 @@ need_python() {
   need python3-venv "has_venv" "fetches LibTorch into an environment of its own"
 }
 
-# need_to_build COMPILER...: any of these compilers will do.
+# need_to_build COMPILER...: one of these compilers is enough.
 need_to_build() {
   local compiler found=""
   for compiler in "$@"; do
@@ -145,7 +145,7 @@ install_missing() {
   "${as_root[@]}" apt-get update -q
   local known=() package
   for package in "${packages[@]}"; do
-    # Not every release has the data set, which is downloaded then, or the sanitizers apart from clang.
+        # Some releases lack the data set, which is downloaded then, or a separate package of clang's sanitizers.
     if [[ $package != @(dataset|libclang-rt)-* ]] || apt-cache show "$package" > /dev/null 2>&1; then known+=("$package"); fi
   done
   step "apt-get install ${known[*]}"
@@ -162,7 +162,7 @@ check_cmake() {
 
 # --- Building --------------------------------------------------------------------------------------------------------
 
-# A file that includes LibTorch takes some 2 GB to compile. Whoever set CMake's own variable has decided.
+# Compiling a file that includes LibTorch takes about 2 GB. CMAKE_BUILD_PARALLEL_LEVEL takes precedence.
 build_jobs() {
   if [[ -n ${CMAKE_BUILD_PARALLEL_LEVEL-} ]]; then echo "$CMAKE_BUILD_PARALLEL_LEVEL"; return; fi
   local cores memory
@@ -172,7 +172,7 @@ build_jobs() {
   echo $(( cores < memory ? cores : memory ))
 }
 
-# build PRESET [ARGUMENT...]: the arguments are for cmake --build.
+# build PRESET [ARGUMENT...]: passes the arguments to cmake --build.
 build() {
   step "Configuring (preset $1; the first time this fetches LibTorch, which takes a few minutes on a slow line)"
   tell_time "Configuring" cmake --preset "$1"
@@ -182,7 +182,7 @@ build() {
 
 # --- The data set ----------------------------------------------------------------------------------------------------
 
-# SHA-256 of the uncompressed files: Debian compresses them anew.
+# SHA-256 of the uncompressed files, because Debian compresses them differently.
 fashion_mnist="
 c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888  train-images-idx3-ubyte
 bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9  train-labels-idx1-ubyte
@@ -201,7 +201,7 @@ download() {
   fi
 }
 
-# Prints the directory of the data set; downloads it to build/data where Debian's package is not installed.
+# Prints the directory of the data set; downloads it to build/data if Debian's package is not installed.
 data_directory() {
   if [[ -d /usr/share/datasets/fashion-mnist ]]; then
     echo /usr/share/datasets/fashion-mnist
@@ -222,7 +222,7 @@ data_directory() {
   echo build/data
 }
 
-# Prints the directory of the data set unzipped, as LibTorch's own reader wants it.
+# Prints the directory of the uncompressed data set, which LibTorch's reader needs.
 unzipped_data_directory() {
   local data=build/data/unzipped zipped name
   zipped=$(data_directory) || exit
@@ -252,10 +252,10 @@ fetch_python_torch() {
   printf '%s' "$pinned" > "$venv/gradaccum-oracle.stamp"
 }
 
-# The value of CMake's variable $1 in the preset demo.
+# Prints the value of CMake's variable $1 in the preset demo.
 of_demo() { sed -n "s/^$1:[A-Z]*=//p" build/demo/CMakeCache.txt; }
 
-# choose_python MODULE...: the Python that has the LibTorch of the build if it has these modules, too; otherwise a fetched one.
+# choose_python MODULE...: selects the Python with the build's LibTorch if it has these modules, otherwise a fetched one.
 choose_python() {
   local root version modules="torch $*" python
   root=$(of_demo GRADACCUM_LIBTORCH_DIR) version=$(of_demo GRADACCUM_LIBTORCH_VERSION)
@@ -281,7 +281,7 @@ busy_cpus() {
     END { print (NR == 2 && all > 0) ? int(cpus * busy / all + 0.5) : 0 }'
 }
 
-# Prints the number of threads that helps while other programs keep CPUs busy.
+# Prints the number of threads to use while other programs keep CPUs busy.
 advise_threads() {
   if [[ -n ${OMP_NUM_THREADS-} ]]; then return; fi
   local cpus busy free
@@ -294,12 +294,12 @@ advise_threads() {
 
 # --- The commands ----------------------------------------------------------------------------------------------------
 
-# What to demonstrate, where the arguments do not say it themselves.
+# Adds the options of a demonstration that the arguments do not set.
 bloom_classifier_options() {
   if [[ ${1-} == make ]]; then return; fi
   if [[ " $* " != *" --"@(demo|model|help)[\ =]* ]]; then options+=(--demo); fi
   if [[ " $* " =~ " --size"[\ =]([a-z0-9]+)" " && " $* " != *" --demo-files"[\ =]* ]]; then
-    options+=(--demo-files "$PWD/build/models/bloom-${BASH_REMATCH[1]}")  # which the next demo finds there
+    options+=(--demo-files "$PWD/build/models/bloom-${BASH_REMATCH[1]}")  # kept there after the demo
   fi
 }
 
@@ -314,7 +314,7 @@ fashion_mnist_options() {
   options+=(--data "$(realpath "$data")")
 }
 
-# Records the step of the example that the options say, and compiles it.
+# Records the training step of the example with its options, and compiles it.
 compile_demo() {
   choose_python sympy
   step "Recording a training step"
@@ -328,7 +328,7 @@ compile_demo() {
   options+=(--compile "$PWD/$compile")
 }
 
-# export_demos FOLDER DATA: one of a core at a time.
+# export_demos FOLDER DATA: exports the models in parallel, one per core.
 export_demos() {
   local kind done=0
   {
@@ -339,7 +339,7 @@ export_demos() {
   } 3>&1
 }
 
-# Trains what Python exported.
+# Trains the models that Python exported.
 demo_of_exports() {
   local program=$PWD/build/demo/examples/exported_model/exported_model folder=$PWD/build/exported_demo data kind
   need_to_build c++ g++ clang++
@@ -353,7 +353,7 @@ demo_of_exports() {
   step "Exporting a BERT (text), a Llama (lm) and a ViT (image); two passes of each are compiled (minutes)"
   tell_time "Exporting" export_demos "$folder" "$data"
   advise_threads
-  cd "$typed_in"  # what folders of the arguments are relative to
+  cd "$typed_in"  # folders in the arguments are relative to it
   for kind in text lm image; do
     step "Training $kind"
     "$program" --model "$folder/$kind" --data "$folder/$kind.train.safetensors" \
@@ -391,8 +391,8 @@ demo() {
   if [[ -n $compile ]]; then compile_demo "$@"; fi
   advise_threads
   step "Training"
-  cd "$typed_in"  # what directories of the arguments are relative to
-  exec "$program" "${options[@]}" "$@"  # signals are for the program alone
+  cd "$typed_in"  # directories in the arguments are relative to it
+  exec "$program" "${options[@]}" "$@"  # exec, so that the program receives signals
 }
 
 need_to_test() {
@@ -413,7 +413,7 @@ install_packages() {
   install_missing
 }
 
-# The folders of the tests, each with its files.
+# Prints the folders of the tests, each with its files.
 list_tests() {
   local folder file
   for folder in tests/*/; do
@@ -427,7 +427,7 @@ list_tests() {
   done
 }
 
-# measured STAGE COMMAND...: with a line in the ledger of the preset.
+# measured STAGE COMMAND...: runs the command and writes its time to the ledger of the preset.
 measured() { python3 tests/support/ledger.py "build/$preset" stage "$@"; }
 
 # build_tests TARGET...
@@ -451,7 +451,7 @@ run_ctest() {
   return $status
 }
 
-# run_cases FOLDER PATTERN: test cases by their names; those with the tag [cuda] on the emulated device.
+# run_cases FOLDER PATTERN: runs test cases by name; those with the tag [cuda] run on the emulated device.
 run_cases() {
   local where=build/$preset/tests program tag output status found=""
   local device=$where/support/emulated_cuda/libemulated_cuda.so
@@ -525,7 +525,7 @@ run_tests() {
   esac
 }
 
-# begin_results ARGUMENT...: a line in the file that --json names, of which machine the lines behind it are, and when.
+# begin_results ARGUMENT...: appends a line to the file of --json that describes machine and run.
 begin_results() {
   local results=""
   while (( $# > 0 )); do
@@ -593,11 +593,11 @@ bench() {
   fi
   step "Running benchmark_save_load"
   "$programs/benchmark_save_load" --directory build "${arguments[@]}"
-  step "Running benchmark_epoch"  # ours keeps freed memory, and in one process that is for all
+  step "Running benchmark_epoch"  # in one process --keep-memory applies to all contestants
   "$programs/benchmark_epoch" --data "$data" --keep-memory "${arguments[@]}"
   step "Running benchmark_watching"
   "$programs/benchmark_watching" --data "$data" --keep-memory "${arguments[@]}"
-  step "Running memory_techniques"  # without --steps 0 its losses take a quarter of an hour
+  step "Running memory_techniques"  # without --steps 0 it trains for a quarter of an hour
   "$programs/memory_techniques" --model small --steps 0 --keep-memory "${arguments[@]}"
   step "Running compare_processes.py"
   python3 benchmarks/compare_processes.py --programs "$programs" --data "$data" "${python[@]}" "${arguments[@]}"
@@ -615,7 +615,7 @@ doctor() {
   exec build/demo/doctor
 }
 
-# MkDocs with its theme, in an environment of its own; false where PyPI cannot be reached.
+# Installs MkDocs and its theme in a virtual environment; fails if PyPI cannot be reached.
 fetch_mkdocs() {
   local venv=build/_docs requirements=docs/site/requirements.txt
   if cmp -s "$requirements" "$venv/gradaccum-docs.stamp"; then return; fi
@@ -645,7 +645,7 @@ docs() {
     return
   fi
   step "Building the site"
-  # Not --quiet: what is not shown is not counted as an error either.
+    # Without --quiet, because MkDocs does not count suppressed warnings as errors.
   NO_MKDOCS_2_WARNING=1 build/_docs/bin/mkdocs build --strict --clean --config-file build/docs/mkdocs.yml
   if [[ $check ]]; then
     step "Opening every page in Chromium"

@@ -15,13 +15,13 @@
 
 #include "model/classifier.hpp"
 
-/// The fine-tuning loop of a well-known article, in LibTorch as it stands there: an update of 8 reviews, one at a time,
-/// each padded to 1024 tokens, the loss divided by 8, attention with its bias and mask in memory, torch::optim::Adam.
+/// The fine-tuning loop of a well-known article, in LibTorch: an update of 8 reviews, one at a time, each padded to
+/// 1024 tokens, the loss divided by 8, attention with its bias and mask in memory, and torch::optim::Adam.
 namespace article {
 
 inline constexpr std::int64_t reviews_of_update = 8, longest = 1024, padding = 3;
 
-/// Of random words; lengths are drawn as IMDB's are distributed.
+/// Reviews of random words with IMDB's distribution of lengths.
 struct Reviews {
   std::vector<at::Tensor> ids;
   at::Tensor labels;
@@ -37,7 +37,7 @@ struct Reviews {
     }
   }
 
-  /// Puts in two words that tell the label: at 25 % of the places that of its own, at 5 % the other one.
+  /// Inserts two words that reveal the label: at 25 % of the positions the right one, at 5 % the other one.
   void make_telling() {
     for (std::size_t i = 0; i < ids.size(); ++i) {
       const auto chance = torch::rand_like(ids[i], torch::kFloat);
@@ -48,7 +48,7 @@ struct Reviews {
   }
 };
 
-/// Scores as Hugging Face's Python computes them, step by step: [1, t] ids, of which `length` are no padding.
+/// Computes the scores step by step, as Hugging Face's Python does: [1, t] ids, of which `length` are not padding.
 inline at::Tensor plain_scores(bloom::BloomForSequenceClassification& model, const at::Tensor& ids,
                                std::int64_t length) {
   const auto& config = model->config();
@@ -75,8 +75,8 @@ inline at::Tensor plain_scores(bloom::BloomForSequenceClassification& model, con
   return model->score(body.ln_f(hidden)).select(1, length - 1);
 }
 
-/// Pads as the article does with `pads`, and trains at true lengths without it. On a GPU the article trains in float16:
-/// for that LibTorch has neither autocast nor a loss scale, and the loop takes gradaccum's.
+/// Pads as the article does with `pads`, and trains at true lengths without it. On a GPU the article trains in float16,
+/// for which LibTorch has neither autocast nor a loss scale, so the loop uses gradaccum's.
 class Loop {
  public:
   Loop(const bloom::BloomConfig& config, bool pads, double learning_rate = 5e-5)
@@ -95,7 +95,7 @@ class Loop {
   }
 
   void window(const Reviews& data) { window(data, 0, data.labels.size(0)); }
-  /// Updates by the reviews [from, to) alone.
+  /// Makes one update from the reviews [from, to).
   void window(const Reviews& data, std::int64_t from, std::int64_t to) {
     for (auto i = from; i < to; ++i) scaler_.scale(loss(data, i) / reviews_of_update).backward();
     scaler_.step(optimizer_);
@@ -120,12 +120,12 @@ class Loop {
   gradaccum::AmpScaler scaler_;
 };
 
-/// BLOOM-560m's shape.
+/// Returns BLOOM-560m's shape.
 inline bloom::BloomConfig bloom_560m() {
   return {.vocab_size = 250'880, .hidden_size = 1024, .n_layer = 24, .n_head = 16, .pad_token_id = padding};
 }
 
-/// Options of a program that give it another shape.
+/// Adds options that change the shape.
 inline void add_shape(CLI::App& app, bloom::BloomConfig& config) {
   app.add_option("--words", config.vocab_size, "of the vocabulary")->check(CLI::Range(1000, 1 << 20));
   app.add_option("--width", config.hidden_size, "a multiple of 16")->check(CLI::Range(64, 4096));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A step of AdamW against LibTorch's own and against ATen's fused operation. Bound: the 28 bytes a parameter that a
-// step has to read and write, moved by the simplest operations there are.
+// A step of AdamW, compared to LibTorch's and to ATen's fused operation. Bound: the simplest operations that move the
+// 28 bytes per parameter that a step reads and writes.
 
 #include <gradaccum/optim/adamw.hpp>
 
@@ -14,7 +14,7 @@ using namespace parameter_sets;
 namespace {
 
 void compare(const ParameterSet& set, const harness::Options& options) {
-  torch::NoGradGuard no_grad;  // saves ATen's operations some bookkeeping
+  torch::NoGradGuard no_grad;  // saves ATen some bookkeeping
   const torch::optim::AdamWOptions hyper(1e-3);
   const auto our_parameters = make_parameters(set), torch_parameters = make_parameters(set);
   ga::optim::AdamW ours(our_parameters, hyper);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What mixed precision and clipping do after backward: unscale, look for inf and NaN, take the norm, clip, step. Ours
-// is a factor and two passes over memory; the peers are the sequences that ATen's operations allow. Bound: the norm has
-// to read the gradients, 4 bytes a parameter, before the step can move its 28.
+// Mixed precision and clipping after backward: unscale, look for non-finite numbers, take the norm, clip, step. Ours is
+// a factor and two passes over memory; the peers are possible sequences of ATen's operations. Bound: the norm must read
+// the gradients, 4 bytes per parameter, before the step can move its 28.
 
 #include <gradaccum/gradients.hpp>
 #include <gradaccum/optim/adamw.hpp>
@@ -15,14 +15,14 @@ using namespace parameter_sets;
 
 namespace {
 
-// In place, gradients would shrink from run to run by any other scale. The same way they are clipped once, by half, and
-// have the greatest norm allowed from then on.
+// A scale of 1, because others would shrink the gradients, which are unscaled in place, from run to run. For the same
+// reason clipping halves them once; afterwards they have the greatest norm allowed.
 constexpr double scale = 1;
 double max_norm_of(const ParameterSet& set) { return std::sqrt(set.elements()) / 2; }
 
 at::Tensor norm_of(const std::vector<at::Tensor>& gradients) { return at::stack(at::_foreach_norm(gradients)).norm(); }
 
-/// Python's GradScaler.unscale_ and step, clip_grad_norm_ and fused AdamW, without what Python itself costs.
+/// Python's GradScaler.unscale_ and step, clip_grad_norm_ and fused AdamW, without Python's overhead.
 void step_in_four_passes(AtenFusedAdamW& adamw, double max_norm) {
   auto found_inf = torch::zeros({}), inverse_scale = torch::full({}, 1 / scale);
   at::_amp_foreach_non_finite_check_and_unscale_(adamw.gradients, found_inf, inverse_scale);
@@ -30,7 +30,7 @@ void step_in_four_passes(AtenFusedAdamW& adamw, double max_norm) {
   if (found_inf.item<float>() == 0) adamw.step();
 }
 
-/// The clip is left to the optimizer, which divides by `grad_scale`.
+/// Lets the optimizer clip, which divides by `grad_scale`.
 void step_with_folded_clip(AtenFusedAdamW& adamw, double max_norm) {
   auto found_inf = torch::zeros({}), inverse_scale = torch::full({}, 1 / scale);
   at::_amp_foreach_non_finite_check_and_unscale_(adamw.gradients, found_inf, inverse_scale);
@@ -38,7 +38,7 @@ void step_with_folded_clip(AtenFusedAdamW& adamw, double max_norm) {
   adamw.step(clip, found_inf);
 }
 
-/// The scale too, and whether all is finite is seen by the norm: so squares that overflow count as infinite.
+/// Lets the optimizer unscale, too, and checks only the norm, in which overflowing squares count as infinite.
 void step_with_all_folded(AtenFusedAdamW& adamw, double max_norm) {
   const auto norm = norm_of(adamw.gradients) / scale;
   const auto found_inf = norm.isfinite().logical_not().to(torch::kFloat);
@@ -46,9 +46,9 @@ void step_with_all_folded(AtenFusedAdamW& adamw, double max_norm) {
 }
 
 void compare(const ParameterSet& set, const harness::Options& options) {
-  torch::NoGradGuard no_grad;  // saves ATen's operations some bookkeeping
+  torch::NoGradGuard no_grad;  // saves ATen some bookkeeping
   const auto max_norm = max_norm_of(set);
-  const auto hyper = torch::optim::AdamWOptions(1e-3).eps(1);  // else it would not show whether anybody clipped
+  const auto hyper = torch::optim::AdamWOptions(1e-3).eps(1);  // a large eps makes clipping change the result
   const auto our_parameters = make_parameters(set), torch_parameters = make_parameters(set);
   ga::optim::AdamW ours(our_parameters, hyper);
   torch::optim::AdamW torch_adamw(torch_parameters, hyper);

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Fine-tuning a BLOOM of 560m's shapes: what each way to train takes, in memory and time, for updates of 8 reviews of
-// IMDB's lengths; the loop of a well-known article (article_loop.hpp) beside it, where MKL has to be told of AMD
-// processors also as LibTorch has it. Each way has a process of its own, so that resident memory is its own; in a round
-// they take turns.
+// Fine-tuning a BLOOM of 560m's shapes: memory and time of each way to train, for updates of 8 reviews of IMDB's
+// lengths, compared to the loop of a well-known article (article_loop.hpp), which also runs without mkl_on_amd.hpp on
+// AMD processors. Each way runs in a separate process, to measure its resident memory; the ways alternate in rounds.
 
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/grad_accumulator.hpp>
@@ -20,7 +19,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "../examples/bloom_classifier/optimizer.hpp"  // fashion_mnist has one, too
+#include "../examples/bloom_classifier/optimizer.hpp"  // not fashion_mnist's
 #include "article_loop.hpp"
 #include "harness.hpp"
 #include "kernel_caches.hpp"
@@ -37,7 +36,7 @@ constexpr double learning_rate = 5e-5, gigabyte = 1e9;
 
 // --- The ways to train
 
-/// How reviews become updates.
+/// A way to make updates from reviews.
 struct Way {
   std::string name;
   std::string optimizer = {};  ///< none: the article's loop
@@ -45,9 +44,9 @@ struct Way {
   bool autocast = false;
   bool bfloat16_parameters = false;
   bool in_backward = false;
-  bool checkpoints = false;                   ///< each block runs again in backward
-  std::optional<double> most_gigabytes = {};  ///< to reach
-  bool pads = false;                          ///< the article's loop: as it is, or at true lengths
+  bool checkpoints = false;                   ///< each block is recomputed in backward
+  std::optional<double> most_gigabytes = {};  ///< the goal
+  bool pads = false;                          ///< for the article's loop: padded, or at true lengths
   bool mkl_as_it_is = false;
 
   bool in_bfloat16() const { return autocast || bfloat16_parameters; }
@@ -96,7 +95,7 @@ class Ours {
     windows_.emplace(*optimizer_, ga::GradAccumulatorOptions{.steps = passes, .in_backward = way.in_backward});
   }
 
-  /// Of 8 reviews: one update, or one for each pass where gradients are stepped in backward.
+  /// Trains on 8 reviews: one update, or one per pass if the optimizer steps in backward.
   void window(const Reviews& data) {
     const auto count = static_cast<std::int64_t>(data.ids.size());
     for (std::int64_t from = 0; from < count; from += way_.together) {
@@ -124,10 +123,10 @@ class Ours {
   std::optional<ga::GradAccumulator<torch::optim::Optimizer>> windows_;
 };
 
-// --- One of them, in this process
+// --- One way, in this process
 
-/// What the products of matrices of an update come to: for each token those of the blocks' weights, of the last block
-/// the keys, queries and values alone; and attention, in which a token sees half of its review.
+/// Returns FLOP of an update's matrix products: of each token with the blocks' weights, of which the last block counts
+/// only keys, queries and values; and of attention, in which a token sees half of its review on average.
 double flops_of(const Reviews& data, const bloom::BloomConfig& config) {
   const auto h = static_cast<double>(config.hidden_size), blocks = static_cast<double>(config.n_layer - 1);
   double flops = 0;
@@ -138,7 +137,7 @@ double flops_of(const Reviews& data, const bloom::BloomConfig& config) {
   return flops;
 }
 
-/// FLOP/s of the products that a block's weights take part in, forward and backward, for so many tokens.
+/// Measures FLOP/s of the products with a block's weights, forward and backward, for this number of tokens.
 double product_rate(const bloom::BloomConfig& config, std::int64_t tokens, at::ScalarType dtype) {
   const auto h = config.hidden_size;
   double flops = 0, seconds = 0;
@@ -157,7 +156,7 @@ double product_rate(const bloom::BloomConfig& config, std::int64_t tokens, at::S
 
 template <class Training>
 Json measured(Training&& training, const std::vector<Reviews>& updates, const Reviews& warm_up) {
-  training.window(warm_up);  // which makes the optimizer's state, and has its memory mapped
+  training.window(warm_up);  // creates the optimizer's state, and maps its memory
   std::vector<double> times;
   for (auto& update : updates) times.push_back(harness::seconds([&] { training.window(update); }));
   return times;
@@ -172,7 +171,7 @@ Json run(const Way& way, const bloom::BloomConfig& config, int updates) {
     flops += flops_of(data.back(), config);
     for (auto& review : data.back().ids) tokens += review.size(0);
   }
-  const auto few = way.pads ? 1 : article::reviews_of_update;  // it takes long, and always the same memory
+  const auto few = way.pads ? 1 : article::reviews_of_update;  // long, and the memory is always the same
   const Reviews warm_up(config.vocab_size, few, 2);
   ga::MemoryMeter meter;
   const auto times = !way.optimizer.empty() ? measured(Ours(config, way), data, warm_up)
@@ -183,14 +182,14 @@ Json run(const Way& way, const bloom::BloomConfig& config, int updates) {
           {"tokens", tokens}, {"flops", flops}, {"product_rate", rate}, {"sgemm", harness::multiplied_by()}};
 }
 
-// --- All of them
+// --- All ways, in processes
 
 struct Settings {
-  std::string way, only;  // one of them, in this process; those whose names have this
+  std::string way, only;  // one way, in this process; ways whose names contain this
   int updates = 3, rounds = 1;
 };
 
-/// Gives what a process of its own has found.
+/// Runs a command in a new process, and returns its results.
 Json run_apart(const std::string& command) {
   std::fflush(stdout);
   std::unique_ptr<FILE, int (*)(FILE*)> pipe(popen(command.c_str(), "r"), pclose);
@@ -209,7 +208,7 @@ std::string shell_word(const std::string& text) {
 /// Rounds of each way, by name.
 using Found = std::map<std::string, std::vector<Json>>;
 
-/// Of an update: the mean of a round, and of these the median. 0 where it has not run.
+/// Returns the seconds per update: the median of the rounds' means; 0 if it has not run.
 double seconds_of(const Found& found, const std::string& way) {
   const auto rounds = found.find(way);
   if (rounds == found.end()) return 0;
@@ -250,7 +249,7 @@ void print_row(const Way& way, const Found& found, const harness::Options& optio
 }  // namespace
 
 int main(int argc, char** argv) {
-  bloom::limit_kernel_caches();  // for all ways alike
+  bloom::limit_kernel_caches();  // in all ways
   auto config = article::bloom_560m();
   Settings settings;
   const auto options = harness::parse(argc, argv, "Fine-tuning a BLOOM of 560m's shapes", [&](CLI::App& app) {
@@ -275,7 +274,7 @@ int main(int argc, char** argv) {
   Found found;
   for (int round = 0; round < settings.rounds; ++round)
     for (auto& way : ways) {
-      fmt::print(stderr, "round {} of {}: {}\n", round + 1, settings.rounds, way.name);  // each takes a minute or two
+      fmt::print(stderr, "round {} of {}: {}\n", round + 1, settings.rounds, way.name);  // takes one or two minutes
       found[way.name].push_back(
           run_apart(fmt::format("{}{} --way {} --words {} --width {} --layers {} --updates {} --threads {}{}",
                                 way.mkl_as_it_is ? "GRADACCUM_MKL_ON_AMD=0 " : "", shell_word(program),

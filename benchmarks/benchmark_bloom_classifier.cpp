@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Fine-tuning a BLOOM, an update of 8 reviews: the loop of a well-known article (article_loop.hpp), against
-// examples/bloom_classifier. The same without the padding for the peer, too. Lengths are drawn as IMDB's are
-// distributed; all start from the same weights. And what both have learned after the same updates, of a small model and
-// short reviews.
+// Fine-tuning a BLOOM by updates of 8 reviews: the loop of a well-known article (article_loop.hpp), padded and at true
+// lengths, compared to examples/bloom_classifier. Lengths have IMDB's distribution; all start from the same weights.
+// Also compares the accuracies after the same number of updates, of a small model on short reviews.
 
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/data/length_buckets.hpp>
@@ -27,7 +26,7 @@ namespace {
 using article::padding, article::Reviews;
 constexpr auto reviews = article::reviews_of_update;
 
-/// The example's, with windows of 8 micro-batches of one review.
+/// The example's training, with windows of 8 micro-batches of one review.
 class Ours {
  public:
   Ours(const bloom::BloomConfig& config, bool bfloat16, double learning_rate = 5e-5) : bfloat16_(bfloat16) {
@@ -60,7 +59,7 @@ class Ours {
   std::unique_ptr<ga::optim::Adam> optimizer_;
 };
 
-/// Of one window, beyond the model and the optimizer's state.
+/// Returns the peak of one window, without the model and the optimizer's state.
 template <class Program>
 double peak_mib(Program& program, const Reviews& data) {
   ga::MemoryMeter meter;
@@ -70,7 +69,7 @@ double peak_mib(Program& program, const Reviews& data) {
 
 constexpr int updates = 60, test_reviews = 400;
 
-/// In percent, of reviews that it has not seen.
+/// Returns the accuracy in percent, on unseen reviews.
 template <class Program>
 double accuracy_after_updates(Program&& program, std::int64_t vocabulary) {
   constexpr double short_ones = 0.1;
@@ -118,7 +117,7 @@ int main(int argc, char** argv) {
   const Reviews data(config.vocab_size, reviews, 3);
   article::Loop padded(config, true), unpadded(config, false);
   Ours ours(config, false), bfloat16(config, true);
-  // Not the biases: the keys' have no gradient but rounding, which Adam makes whole steps of.
+  // Excludes the biases, because the keys' have only rounding errors as gradients, which Adam turns into full steps.
   const auto weights_of = [](auto& program) {
     auto weights = program.model->transformer->h->parameters();
     std::erase_if(weights, [](const at::Tensor& weight) { return weight.dim() < 2; });

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Activation checkpointing within a byte budget, against the rule of Python's checkpoint_sequential with the number of
-// segments that is fastest within the same budget; and what a checkpoint costs by itself.
+// Activation checkpointing within a byte budget, compared to the rule of Python's checkpoint_sequential with the
+// fastest number of segments within the same budget; and the overhead of a checkpoint.
 
 #include <fmt/format.h>
 #include <torch/torch.h>
@@ -28,8 +28,8 @@ namespace {
 
 using Forward = std::function<at::Tensor(at::Tensor)>;
 
-/// Python's rule: size / segments modules each, the rest for the last segment, which is not checkpointed. Its reentrant
-/// form runs segments again to their ends, the other stops early, like ours.
+/// Python's rule: size / segments modules each, and the rest in the last segment, which is not checkpointed. Its
+/// reentrant form recomputes whole segments; the other stops early, like ours.
 Forward checkpoint_sequential(torch::nn::Sequential stages, std::int64_t segments, bool reentrant) {
   std::vector<torch::nn::Sequential> parts;
   const auto size = static_cast<std::int64_t>(stages->size()) / segments;
@@ -56,7 +56,7 @@ class Step {
 
   void run(const Forward& forward) { (forward(chain_.input) * weights_).sum().backward(); }
 
-  /// The most bytes beyond input, output, loss and gradients of parameters.
+  /// Returns the peak bytes without input, output, loss and gradients of parameters.
   std::int64_t peak_bytes(const Forward& forward) {
     const ga::detail::AllocationScope scope("peak_bytes: must not run inside LibTorch's profiler");
     log_ = &*scope;
@@ -77,7 +77,7 @@ class Step {
   ga::detail::AllocationLog* log_ = nullptr;
 };
 
-/// One way to run the chain: what it takes, and how long, over the plain chain in turn with it.
+/// A way to run the chain: its memory, and its time relative to the plain chain, measured alternately.
 struct Contestant {
   std::string name;
   Forward forward;
@@ -85,14 +85,14 @@ struct Contestant {
   double time = 0;
 };
 
-/// Medians of times over plain, all run in turn.
+/// Measures medians of times relative to plain, alternately.
 void time_all(Step& step, const Forward& plain, std::vector<Contestant*> all, int repeats) {
   std::vector<std::vector<double>> ratios(all.size());
   for (auto* each : all) step.run(each->forward);
   for (int repeat = 0; repeat < repeats; ++repeat) {
     const double before = harness::seconds([&] { step.run(plain); });
     for (std::size_t i = 0; i < all.size(); ++i) {
-      const auto turn = repeat % 2 ? all.size() - 1 - i : i;  // nobody is always first
+      const auto turn = repeat % 2 ? all.size() - 1 - i : i;  // alternates the order
       ratios[turn].push_back(harness::seconds([&] { step.run(all[turn]->forward); }));
     }
     const double after = harness::seconds([&] { step.run(plain); });
@@ -101,7 +101,7 @@ void time_all(Step& step, const Forward& plain, std::vector<Contestant*> all, in
   for (std::size_t i = 0; i < all.size(); ++i) all[i]->time = harness::median(ratios[i]);
 }
 
-/// Every number of segments that Python's rule knows, timed; and plain itself, where nothing has to be run again.
+/// Times every number of segments of Python's rule; and plain, which is the case without recomputation.
 std::vector<Contestant> segment_rules(const harness::Chain& chain, Step& step, const Forward& plain, bool reentrant) {
   std::vector<Contestant> rules;
   for (std::int64_t segments = 2; segments <= static_cast<std::int64_t>(chain.stages->size()); ++segments) {
@@ -116,7 +116,7 @@ std::vector<Contestant> segment_rules(const harness::Chain& chain, Step& step, c
   return rules;
 }
 
-/// The fastest that fits.
+/// Returns the fastest that fits.
 std::optional<Contestant> best_within(const std::vector<Contestant>& rules, std::int64_t budget) {
   std::optional<Contestant> best;
   for (auto& rule : rules)
@@ -126,7 +126,7 @@ std::optional<Contestant> best_within(const std::vector<Contestant>& rules, std:
 
 std::string percent(double part) { return fmt::format("{:.1f} %", 100 * part); }
 
-/// A peer's segments, bytes over plain, time over plain and over ours.
+/// Formats a peer's segments, bytes relative to plain, and time relative to plain and to ours.
 std::string peer_columns(const std::optional<Contestant>& peer, const Contestant& ours, std::int64_t plain_peak) {
   if (!peer) return fmt::format("{:<43}", "none fits");
   return fmt::format("{:<12} {:>7} {:>+6.1f} %  {:.2f} x ours ", peer->name,
@@ -181,7 +181,7 @@ harness::TradeOff compare(harness::Chain chain, const harness::Options& options)
   return picture;
 }
 
-/// A fine-tuning guide has it that checkpointing takes 20 to 30 % less memory for about 20 % more time.
+/// Compares with a fine-tuning guide's claim: checkpointing takes 20 to 30 % less memory for about 20 % more time.
 void print_claim(const harness::TradeOff& picture) {
   for (auto& point : picture.ours)
     if (point.memory <= 0.8) {
@@ -193,7 +193,7 @@ void print_claim(const harness::TradeOff& picture) {
     }
 }
 
-/// What a checkpoint costs beyond running its part once more.
+/// Measures the time of a checkpoint beyond recomputing its part once.
 void compare_overhead(const harness::Options& options) {
   torch::manual_seed(0);
   torch::nn::Sequential part(torch::nn::Linear(8, 8), torch::nn::GELU(), torch::nn::Linear(8, 8), torch::nn::GELU());

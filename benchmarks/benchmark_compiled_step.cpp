@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A training step of six networks: compiled against the objective as it is, forward and backward alone, and then as an
-// update with AdamW, where the peer is the loop that LibTorch's users write.
-// `--record FOLDER` writes the steps there, a folder each, for tools/compile_step.py; `--steps FOLDER` runs them.
+// A training step of six networks, compiled and eager: forward and backward alone, and then an update with AdamW,
+// compared to an ordinary LibTorch loop. `--record FOLDER` writes each step to a subfolder for tools/compile_step.py;
+// `--steps FOLDER` runs them.
 
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/compiled_step.hpp>

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Fine-tuning a BLOOM of 560m's shapes on a CUDA device, by reviews of IMDB's lengths: ours, against the loop of a
-// well-known article (article_loop.hpp), which computes attention step by step. They train one model in turn, in one
-// process, each with an optimizer of its own. Ours attends by LibTorch's flash kernel: cuDNN's, which LibTorch prefers
-// on Hopper, builds a plan for each length.
+// Fine-tuning a BLOOM of 560m's shapes on a CUDA device, on reviews of IMDB's lengths: ours, compared to the loop of a
+// well-known article (article_loop.hpp), which computes attention step by step. They train one model alternately, in
+// one process, each with its own optimizer. Ours uses LibTorch's flash attention, because cuDNN's, which LibTorch
+// prefers on Hopper, builds a plan for each length.
 
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/compiled_step.hpp>
@@ -22,7 +22,7 @@
 #include <utility>
 #include <vector>
 
-#include "../examples/bloom_classifier/objective.hpp"  // fashion_mnist has one, too
+#include "../examples/bloom_classifier/objective.hpp"  // not fashion_mnist's
 #include "article_loop.hpp"
 #include "card.hpp"
 #include "harness.hpp"
@@ -35,10 +35,10 @@ namespace {
 
 using Model = bloom::BloomForSequenceClassification;
 
-/// Is told of each update's reviews and tokens, padding left out, and gives whether there is to be another one.
+/// Receives each update's reviews and tokens without padding, and returns whether to continue.
 using GoesOn = std::function<bool(std::int64_t reviews, std::int64_t tokens)>;
 
-/// Of reviews of about one length together, padded to a multiple of 64.
+/// Makes batches of reviews of similar length, padded to a multiple of 64.
 ga::data::LengthBuckets batches_of(const Reviews& data, std::int64_t micro_batch) {
   return {data.ids,
           data.labels,
@@ -59,14 +59,14 @@ Objective objective_in(bool bfloat16) {
   };
 }
 
-/// The folder of recorded steps, and what they are of.
+/// The folder of recorded steps, and their shapes.
 struct Steps {
   std::filesystem::path folder = {};  ///< empty if there are none
   std::int64_t micro_batch = 32;
-  std::size_t lengths = 16;  ///< the most frequent ones; all of ours train with these alone
+  std::size_t lengths = 16;  ///< the number of most frequent lengths; ours trains only these
 };
 
-/// An update is of 8 reviews, or of a micro-batch; the reviews are of the most frequent lengths alone.
+/// Updates by 8 reviews, or by one micro-batch, of the most frequent lengths.
 class Ours {
  public:
   Ours(Model model, const Reviews& data, std::int64_t micro_batch, std::size_t lengths, const MakesObjective& objective)
@@ -77,7 +77,7 @@ class Ours {
         optimizer_(model_->parameters(), ga::optim::AdamWOptions(5e-5)),
         window_(optimizer_, {.steps = std::max<std::int64_t>(article::reviews_of_update / micro_batch, 1)}) {}
 
-  /// Meets each length three times: kernels are loaded, graphs captured and compared.
+  /// Trains each length three times, so that kernels are loaded, and graphs captured and compared.
   void prepare() {
     for (int time = 0; time < 3; ++time)
       for (auto& batch : frequent_) static_cast<void>(step(batch));
@@ -145,10 +145,10 @@ class Clock {
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
-/// Counts what was trained on, and how long that took.
+/// The amount of training data, and its time.
 struct Count {
   std::int64_t reviews = 0, tokens = 0;
-  double seconds = 0, seconds_before = 0;  ///< of training, and of preparing it
+  double seconds = 0, seconds_before = 0;  ///< of training, and of its preparation
   std::int64_t peak_bytes = 0;
 };
 
@@ -211,7 +211,7 @@ void record(Model& model, const Reviews& data, const Steps& steps) {
                                                 {.any_rows = false, .constants = true})));
 }
 
-/// Trains for one update at least. The device is done when it ends.
+/// Trains for at least one update, and synchronizes the device.
 Count train_for(double seconds, const Training& training) {
   Count count;
   const Clock clock;
@@ -225,7 +225,7 @@ Count train_for(double seconds, const Training& training) {
   return count;
 }
 
-/// Prepares, warms up for a fifth of the time, and counts the rest.
+/// Prepares, warms up for a fifth of the time, and measures the rest.
 void measure(Way& way, double seconds) {
   const ga::MemoryMeter meter;
   const Clock clock;
@@ -241,7 +241,7 @@ void measure(Way& way, double seconds) {
   way.count.peak_bytes = std::max(way.count.peak_bytes, meter.peak_bytes(device));
 }
 
-/// FLOP of a token in forward and backward, by the weights of all blocks' products; attention is left out.
+/// Returns FLOP per token in forward and backward of all blocks' weights, without attention.
 double flops_of_token(const bloom::BloomConfig& config) {
   return 6.0 * 12 * static_cast<double>(config.hidden_size * config.hidden_size * config.n_layer);
 }

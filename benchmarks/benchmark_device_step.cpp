@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A window's clipping and step on a CUDA device, in the shape of BLOOM-560m: ours by the kernels of gradaccum::compiled
-// and by ATen's operations, against LibTorch's own and ATen's fused operation where there are such. Bound: what the
-// device takes to copy as many bytes as the window has to read and write.
+// A window's clipping and step on a CUDA device, in the shape of BLOOM-560m: ours by gradaccum::compiled's kernels and
+// by ATen's operations, compared to LibTorch's and to ATen's fused operation if there is one. Bound: a copy of as many
+// bytes as the window reads and writes.
 
 #include <gradaccum/gradients.hpp>
 #include <gradaccum/detail/kernels/device_kernels.hpp>
@@ -35,7 +35,7 @@ ParameterSet bloom(std::int64_t vocabulary, std::int64_t hidden, int blocks) {
   return {"in the shape of BLOOM-560m", sizes, hidden};
 }
 
-/// Clips on the way.
+/// Clips in the step.
 template <class Optimizer>
 struct Ours {
   template <class Options>
@@ -52,7 +52,7 @@ struct Ours {
   Optimizer optimizer;
 };
 
-/// Ours by ATen's operations, whatever kernels there are.
+/// Ours by ATen's operations, even if kernels are linked.
 template <class Optimizer>
 struct ByAten : Ours<Optimizer> {
   using Ours<Optimizer>::Ours;
@@ -80,7 +80,7 @@ struct LibTorchs {
   Optimizer optimizer;
 };
 
-/// Takes the norm, multiplies the gradients and takes the fused step, as Python does.
+/// Takes the norm, multiplies the gradients and calls the fused step, as Python does.
 template <class AtenFused>
 struct Fused : AtenFused {
   template <class Options>
@@ -93,7 +93,7 @@ struct Fused : AtenFused {
   }
 };
 
-/// Copies so many bytes, read and written, in parts that are larger than a device's cache.
+/// Copies `bytes`, read and written, in parts that are larger than a device's cache.
 class Copies {
  public:
   explicit Copies(double bytes)
@@ -109,13 +109,13 @@ class Copies {
   at::Tensor from_, to_;
 };
 
-/// `Way` has a `step`.
+/// `Way` must have a `step`.
 template <class Way>
 harness::Contestant contestant(const std::string& name, Way& way, bool compared = true) {
   return {name, [&way] { way.step(); }, compared ? way.parameters : std::vector<at::Tensor>()};
 }
 
-/// `bytes`: what the window has to read and write for a parameter.
+/// `bytes`: the bytes that the window reads and writes per parameter.
 void compare(const std::string& optimizer, int bytes, std::vector<harness::Contestant> all, const ParameterSet& set,
              const harness::Options& options) {
   const Copies copies(bytes * set.elements());
@@ -131,7 +131,7 @@ void compare(const std::string& optimizer, int bytes, std::vector<harness::Conte
   harness::print_card();
 }
 
-/// Reads gradients for the norm and for the step, which reads and writes parameters and momentum.
+/// Reads gradients for the norm and for the step, which also reads and writes parameters and momentum.
 void compare_sgd(const ParameterSet& set, const harness::Options& options) {
   const auto hyper = torch::optim::SGDOptions(1e-3).momentum(0.9);
   Ours<ga::optim::SGD> ours(set, hyper);
@@ -145,7 +145,7 @@ void compare_sgd(const ParameterSet& set, const harness::Options& options) {
           set, options);
 }
 
-/// Reads and writes two moments, where SGD has its momentum.
+/// Reads and writes two moments instead of SGD's momentum.
 void compare_adamw(const ParameterSet& set, const harness::Options& options) {
   const torch::optim::AdamWOptions hyper(1e-3);
   Ours<ga::optim::AdamW> ours(set, hyper);
@@ -159,7 +159,7 @@ void compare_adamw(const ParameterSet& set, const harness::Options& options) {
           set, options);
 }
 
-/// Reads and writes two moments of a byte each. LibTorch has no such optimizer: the peer is ours in float32.
+/// Reads and writes two moments of one byte each. LibTorch has no such optimizer: the peer is ours in float32.
 void compare_8bit(const ParameterSet& set, const harness::Options& options) {
   const torch::optim::AdamWOptions hyper(1e-3);
   Ours<ga::optim::AdamW8bit> ours(set, hyper);
@@ -169,9 +169,9 @@ void compare_8bit(const ParameterSet& set, const harness::Options& options) {
           set, options);
 }
 
-/// Adafactor's numbers wait for sums over all: gradients are read for the averages (and the norm), for the RMS of the
-/// update and for the step, parameters for their RMS and for the step, which writes them. LibTorch has no such
-/// optimizer.
+/// Adafactor needs sums over whole tensors first: gradients are read for the averages (and the norm), for the RMS of
+/// the update and for the step; parameters are read for their RMS and for the step, which writes them. LibTorch has no
+/// such optimizer.
 void compare_adafactor(const ParameterSet& set, const harness::Options& options) {
   const ga::optim::AdafactorOptions hyper(1e-3);
   Ours<ga::optim::Adafactor> ours(set, hyper);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// An update of FashionMNIST's network on a CUDA device, by one batch of 64 that lies there: LibTorch's loop, ours, ours
-// with a graphed step, and these in float16 with clipping and a loss scale on the device. The host goes ahead of the
+// An update of FashionMNIST's network on a CUDA device, by one batch of 64 on the device: LibTorch's loop, ours, ours
+// with a graphed step, and these in float16 with clipping and a loss scale on the device. The host runs ahead of the
 // device, as in a training.
 
 #include <gradaccum/amp_scaler.hpp>

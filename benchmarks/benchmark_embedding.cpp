@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Eight micro-batches of one sequence of 32 tokens, as a classifier is fine-tuned: ga::embedding, whose backward adds
-// up the rows that were looked up, against LibTorch's, which adds up the whole table. By itself, and below the blocks
-// of a transformer. Bound: the same on a table of 32 rows, where nothing is left to be saved.
+// Eight micro-batches of one sequence of 32 tokens, as in fine-tuning a classifier: ga::embedding, whose backward sums
+// only the rows that were looked up, compared to LibTorch's, which sums the whole table; alone, and below the blocks of
+// a transformer. Bound: the same with a table of 32 rows.
 
 #include <gradaccum/embedding.hpp>
 
@@ -16,7 +16,7 @@ namespace {
 constexpr int micro_batches = 8;
 constexpr std::int64_t tokens = 32, width = 256;
 
-/// Scores two classes by what follows the table.
+/// A table of embeddings, and transformer blocks above it.
 struct Classifier {
   at::Tensor table;
   torch::nn::Sequential blocks;

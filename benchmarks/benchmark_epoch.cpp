@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One epoch of FashionMNIST, batch 64: our loop against the idiomatic LibTorch loop, the MNIST dataset behind a
-// DataLoader. Bound: forward and backward alone, in float32, on one batch that is always there.
+// One epoch of FashionMNIST in batches of 64: our loop, compared to the idiomatic LibTorch loop with the MNIST dataset
+// and a DataLoader. Bound: forward and backward alone, in float32, on one batch that stays in memory.
 //
-// All share one malloc here: --keep-memory is for our peer too. fashion_epoch gives each a process.
+// All share one malloc here, so --keep-memory affects the peer, too. fashion_epoch runs each in a separate process.
 
 #include <gradaccum/optim/adamw.hpp>
 #include <gradaccum/optim/sgd.hpp>

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Batches in micro-batches that `FitMemory` found: an update against the best number of rows that a search by trial
-// finds within the same bytes, what the finding costs, and how much of the budget is used. Then, for several budgets,
-// rows alone, checkpoints alone and both.
+// Micro-batches that `FitMemory` finds, compared to the best number of rows that a search by trial finds within the
+// same bytes; the cost of finding them, and the part of the budget that is used. Then, for several budgets, rows alone,
+// checkpoints alone and both.
 
 #include <gradaccum/checkpointed_sequential.hpp>
 #include <gradaccum/grad_accumulator.hpp>
@@ -45,7 +45,7 @@ at::Tensor objective(torch::nn::Sequential& model, const Batch& rows) {
   return torch::cross_entropy_loss(model->forward(rows.first), rows.second);
 }
 
-/// A model with an optimizer, and the two ways to an update.
+/// A model with an optimizer, and two ways to make an update.
 struct Training {
   torch::nn::Sequential model;
   ga::optim::AdamW adamw{model->parameters(), torch::optim::AdamWOptions(1e-4)};
@@ -79,7 +79,7 @@ struct Training {
   }
 };
 
-/// The number of rows that a person finds who tries them all, eight by eight, within as many bytes.
+/// Returns the best number of rows within the budget, tried in steps of eight.
 std::int64_t best_rows(Training& training, const Batch& batch, std::int64_t budget) {
   std::int64_t best = 0;
   double least = std::numeric_limits<double>::infinity();
@@ -96,7 +96,7 @@ void against_the_best(const harness::Options& options) {
   constexpr std::int64_t rows = 4096, width = 512, budget = 24 * ga::MiB;
   auto batch = make_batch(rows, width);
   Training ours(make_stages(width, 4)), theirs(make_stages(width, 4));
-  ours.fixed(batch, 64), theirs.fixed(batch, 64);  // the optimizer's state
+  ours.fixed(batch, 64), theirs.fixed(batch, 64);  // creates the optimizer's state
   ga::FitMemory memory{.budget = budget};
   const auto first = harness::seconds([&] { ours.fitted(memory, batch); });
   const auto best = best_rows(theirs, batch, budget);
@@ -120,12 +120,12 @@ void against_the_best(const harness::Options& options) {
       first / harness::median(later));
 }
 
-/// Rows a second within so many bytes; none where not even one row fits.
+/// Returns rows per second within a budget; empty if a single row does not fit.
 std::optional<double> speed(torch::nn::Sequential model, std::int64_t budget, Batch& batch,
                             const std::function<void(Training&, Batch&)>& update) {
   Training training(std::move(model));
   try {
-    for (int i = 0; i < 4; ++i) update(training, batch);  // finds its way
+    for (int i = 0; i < 4; ++i) update(training, batch);  // lets it find a division
     ga::MemoryMeter meter;
     std::vector<double> seconds;
     for (int i = 0; i < 5; ++i) seconds.push_back(harness::seconds([&] { update(training, batch); }));
@@ -169,7 +169,7 @@ void rows_and_checkpoints() {
 
 int main(int argc, char** argv) {
   auto options = harness::parse(argc, argv, "Micro-batches that fit against the best that a person finds");
-  options.keep_memory = true;  // else glibc takes the memory of large micro-batches away and gives it back
+  options.keep_memory = true;  // otherwise glibc returns and maps large micro-batches' memory
   ga::keep_freed_memory();
   against_the_best(options);
   rows_and_checkpoints();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A step of the optimizers that save memory, against the float32 one-pass AdamW, which they are to be as fast as, and
-// LibTorch's AdamW.
+// A step of the memory-saving optimizers, compared to LibTorch's AdamW and to our one-pass AdamW in float32, whose
+// speed they should reach.
 
 #include <gradaccum/optim/adafactor.hpp>
 #include <gradaccum/optim/adamw.hpp>

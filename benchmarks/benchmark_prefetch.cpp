@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// An epoch whose batches take as long as the steps: prepared ahead by Prefetch, by LibTorch's own loader with a worker,
-// and in the loop. Once they are computed, on a core that the training leaves free, and once they are waited for, as
-// from a disk. Bound: whichever of both takes longer, alone. Then what Prefetch costs where batches cost nothing.
+// An epoch whose batches take as long as its steps: prepared ahead by Prefetch, by LibTorch's loader with a worker, and
+// in the loop; computed, on a core that the training leaves free, and waited for, as from a disk. Bound: the longer of
+// batches and steps alone. Then the cost of Prefetch if batches cost nothing.
 
 #include <gradaccum/data/prefetch.hpp>
 #include <gradaccum/data/tensor_batches.hpp>
@@ -21,7 +21,7 @@ namespace {
 constexpr std::int64_t batches = 60, rows = 64;
 using Prepare = std::function<ga::data::Batch(std::int64_t)>;
 
-/// A range of one's own.
+/// A custom range.
 class Epoch {
  public:
   explicit Epoch(Prepare prepare) : prepare_(std::move(prepare)) {}
@@ -43,7 +43,7 @@ class Epoch {
   Prepare prepare_;
 };
 
-/// The same for LibTorch's loader.
+/// Makes the same batches for LibTorch's loader.
 struct Dataset : torch::data::datasets::BatchDataset<Dataset, ga::data::Batch> {
   explicit Dataset(Prepare given) : prepare(std::move(given)) {}
   ga::data::Batch get_batch(c10::ArrayRef<std::size_t> indices) override {
@@ -69,7 +69,7 @@ struct Training {
   }
 };
 
-/// As long as a step takes here.
+/// Measures the time of a step.
 double seconds_of_step() {
   Training training;
   const ga::data::Batch batch{torch::rand({rows, 784}), torch::randint(10, {rows})};
@@ -100,7 +100,7 @@ void compare(const std::string& title, const Prepare& prepare, const harness::Op
                    static_cast<double>(batches), "batches", options);
 }
 
-/// Prepared already, they have only to be handed over.
+/// Uses batches that exist already, which only have to be handed over.
 void compare_overhead(const std::string& name, const std::vector<std::int64_t>& widths,
                       const harness::Options& options) {
   auto ours = harness::make_network(widths), plain = harness::make_network(widths);

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Saving and loading a model with the state of AdamW, against LibTorch's own functions. Bounds: the same bytes through
+// Saving and loading a model with the state of AdamW, compared to LibTorch's functions. Bounds: the same bytes through
 // write() and fsync() to one file, and through read().
 //
-// Saving: each writes new files and removes them, so that nobody is left with what another has not yet put on the disk.
-// Loading: the files are in memory, for all, and each load is the first of a process of its own, as where a training
-// goes on: memory is new to it.
+// Saving: each writes new files and removes them, so that none waits for bytes that another has not yet written to
+// disk. Loading: the files are cached in memory for all, and each load is the first of a new process, as in a resumed
+// training: its memory is not mapped yet.
 //
-// In the background: for how long a save holds up the training, with a copy of the same bytes as the bound; and what is
-// slower while the copy is written. benchmarks/python/async_save.py measures torch.distributed.checkpoint.async_save.
-// With `--device cuda` it is this alone, held up until the training's stream is.
+// In the background: how long a save blocks the training, with a copy of the same bytes as the bound; and how much the
+// writing slows down the training. benchmarks/python/async_save.py measures torch.distributed.checkpoint.async_save.
+// `--device cuda` measures only this, until the training's stream continues.
 
 #include <gradaccum/background_saver.hpp>
 
@@ -64,7 +64,7 @@ struct Training {
     archive("optimizer", ga::OptimizerState(*optimizer, model));
   }
 
-  /// Parameters and moments.
+  /// Returns parameters and moments.
   std::vector<at::Tensor> tensors() const {
     std::vector<at::Tensor> all;
     for (auto& parameter : model->parameters()) {
@@ -95,7 +95,7 @@ class File {
   ~File() { ::close(descriptor_); }
 
   void sync() { check(::fsync(descriptor_) == 0, name_); }
-  /// The system's `write` or `read` until all of a tensor is done.
+  /// Calls the system's `write` or `read` until all bytes of a tensor are done.
   template <class Call>
   void each(const std::vector<at::Tensor>& tensors, const Call& call) {
     for (auto& tensor : tensors)
@@ -194,7 +194,7 @@ struct Work {
   std::int64_t rows = 64, updates = 20, rounds = 3;  // updates between two saves
 };
 
-/// Updates while nothing is written, and while a state is.
+/// Measures updates while nothing is written, and while a state is written.
 void compare_updates_meanwhile(Training& training, const path& folder, const ga::BackgroundSaverOptions& saving,
                                const Work& work) {
   ga::BackgroundSaver saver(folder / "background", saving);
@@ -213,7 +213,7 @@ void compare_updates_meanwhile(Training& training, const path& folder, const ga:
       harness::median(meanwhile) / harness::median(alone), meanwhile.size() / static_cast<std::size_t>(work.rounds));
 }
 
-/// Trainings that save, and one that does not, in turn.
+/// Alternates trainings that save and one that does not.
 void compare_trainings(Training& training, const path& folder, const ga::BackgroundSaverOptions& saving,
                        const Work& work) {
   ga::BackgroundSaver saver(folder / "background", saving);
@@ -236,7 +236,7 @@ void compare_trainings(Training& training, const path& folder, const ga::Backgro
                100 * (harness::median(times[way]) / harness::median(times[0]) - 1));
 }
 
-/// What `work` returns, in a process of its own. This one must have no threads yet.
+/// Returns the result of `work` in a new process. This process must have no threads yet.
 double in_a_new_process(const std::function<double()>& work) {
   int ends[2];
   check(::pipe(ends) == 0, "pipe()");

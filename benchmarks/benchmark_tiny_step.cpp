@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A step of training of a network so small (8-8-8-10, one sample) that all there is to time is overhead. Bound: forward
-// and backward alone.
+// A training step of a network so small (8-8-8-10, one sample) that overhead takes almost all time. Bound: forward and
+// backward alone.
 
 #include <gradaccum/optim/adamw.hpp>
 

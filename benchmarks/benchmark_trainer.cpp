@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the Trainer costs: an epoch of micro-batches by `fit`, against the same loop written by hand, with a
-// GradAccumulator and without. Bound: forward and backward alone.
+// The Trainer's overhead: an epoch of micro-batches by `fit`, compared to the same loop by hand, with a GradAccumulator
+// and without. Bound: forward and backward alone.
 
 #include <gradaccum/data/tensor_batches.hpp>
 #include <gradaccum/grad_accumulator.hpp>

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What it costs to look: an epoch of FashionMNIST by the Trainer, with all that shows and writes numbers, against the
-// same without. Both evaluate the test images when the epoch is over. Peer: the run that nobody looks at. As two epochs
-// differ by more than what is to be seen, the time inside of the policies is measured, too, hook by hook.
+// The cost of watching: an epoch of FashionMNIST by the Trainer, with all policies that show and write numbers,
+// compared to the same without. Both evaluate the test images after the epoch. Two epochs differ by more than this
+// cost, so the time inside of the policies is measured, too, hook by hook.
 
 #include <algorithm>
 #include <array>
@@ -32,7 +32,7 @@ const auto scored = [](torch::nn::Sequential& model, const ga::data::Batch& batc
   return ga::Loss{loss, batch.target.size(0)}.with(output, batch.target);
 };
 
-/// The time between marks, of one to the next.
+/// The time from one mark to the next.
 struct Laps {
   static constexpr std::size_t count = 4;
   std::array<double, count> seconds = {};
@@ -45,7 +45,7 @@ struct Laps {
   }
 };
 
-/// Policy: stands in front of the policy `next`, and behind the one before, whose hooks are over when it is called.
+/// A policy between two others: ends the lap of the policy before, and begins that of `next`.
 template <std::size_t next>
 struct Mark {
   Laps* laps;
@@ -67,7 +67,7 @@ struct Mark {
   void mark() const { laps->add(next == 0 ? Laps::count : next - 1); }
 };
 
-/// A network, and a Trainer of it that has these policies.
+/// A network, and a Trainer with these policies.
 template <class... Policies>
 class Run {
  public:
@@ -76,7 +76,7 @@ class Run {
         batches_(dataset.train.images, dataset.train.labels, {.batch_size = programs::batch_size, .shuffle = true}),
         test_(dataset.test.images, dataset.test.labels, {.batch_size = 1000}),
         trainer_(model_, adamw_, scored, ga::ClipNorm{.max = 1.0}, ga::Validate(test_, ga::Accuracy{}),
-                 std::move(policies)...) {}  // clips so that there is a norm
+                 std::move(policies)...) {}  // clips to compute a norm
 
   void epoch() { trainer_.fit(batches_); }
   std::vector<at::Tensor> parameters() const { return model_->parameters(); }
@@ -90,7 +90,7 @@ class Run {
                        std::declval<Policies>()...)) trainer_;
 };
 
-/// What the policies take of an epoch, by the clock.
+/// Prints the policies' shares of an epoch.
 void print_shares(auto& run, Laps& laps, const harness::Options& options) {
   constexpr std::array names{"TensorBoard", "Report", "MetricsLog", "EarlyStopping"};
   std::array<std::vector<double>, Laps::count> shares;

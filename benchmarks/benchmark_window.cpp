@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A window of 8 micro-batches: the accumulator against accumulation by hand, as it is usually written (the loss divided
-// by the number of micro-batches), with LibTorch's optimizer and with ours. Bound: the eight forward and backward
-// passes.
+// A window of 8 micro-batches: the accumulator, compared to ordinary accumulation by hand (the loss divided by the
+// number of micro-batches), with LibTorch's optimizer and with ours. Bound: the eight forward and backward passes.
 
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/optim/adamw.hpp>

@@ -13,12 +13,12 @@
 
 #include "harness.hpp"
 
-/// What the benchmarks on a CUDA device share.
+/// Shared by the benchmarks on a CUDA device.
 namespace harness {
 
 inline const at::Device device(at::kCUDA, 0);
 
-/// False where there is no device, after a line that says so.
+/// Returns whether there is a device; prints a line if not.
 inline bool is_there(const std::string& benchmark) {
   if (!torch::cuda::is_available()) {
     fmt::print("{}: there is no CUDA device that LibTorch can use, so nothing is measured\n", benchmark);
@@ -29,8 +29,8 @@ inline bool is_there(const std::string& benchmark) {
   return true;
 }
 
-/// Name, driver and clocks of the card, as nvidia-smi tells them. The clocks are those of now: right after the work
-/// that was measured they are the ones that it had.
+/// Returns the card's name, driver and clocks from nvidia-smi. Call it right after the measured work, because the
+/// clocks are the current ones.
 inline std::string card() {
   const auto* const command =
       "id=${CUDA_VISIBLE_DEVICES%%,*}; nvidia-smi --id=${id:-0} --format=csv,noheader --query-gpu=name,driver_version,"
@@ -48,7 +48,7 @@ inline void print_card() {
   std::fflush(stdout);
 }
 
-/// FLOP/s of the product of two square matrices of so many rows.
+/// Measures FLOP/s of the product of two square matrices of `rows` rows.
 inline double product_rate(at::ScalarType dtype, std::int64_t rows) {
   constexpr int products = 10;
   const auto a = torch::randn({rows, rows}, device).to(dtype), b = torch::randn({rows, rows}, device).to(dtype);

@@ -9,7 +9,7 @@
 
 namespace harness {
 
-/// Attention and a multilayer perceptron, each behind a LayerNorm and with a residual connection: x [batch, tokens,
+/// Attention and a multilayer perceptron, each after a LayerNorm and with a residual connection, for x [batch, tokens,
 /// width].
 struct TransformerBlockImpl : torch::nn::Module {
   TransformerBlockImpl(std::int64_t width, std::int64_t heads)
@@ -52,7 +52,7 @@ inline Chain transformer_chain() {
   return {"24 transformer blocks of width 256, 2 x 128 tokens", stages, torch::randn({2, 128, 256})};
 }
 
-/// Layers that differ in width, in time for their bytes, and in what they keep.
+/// Makes layers that differ in width, in time per byte, and in kept memory.
 inline Chain heterogeneous_chain() {
   torch::manual_seed(0);
   const std::vector<std::int64_t> widths = {256, 512, 128, 384, 256, 448, 192, 320, 512,

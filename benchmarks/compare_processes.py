@@ -31,7 +31,7 @@ def parse():
 
 
 def run(command, environment={}):
-    """The results that the program has appended to its --json file."""
+    """Runs a program, and returns the results that it appended to its --json file."""
     with tempfile.NamedTemporaryFile("r", suffix=".json") as results:
         process = subprocess.run(
             [*map(str, command), "--json", results.name], stdout=subprocess.PIPE, env={**os.environ, **environment}
@@ -43,7 +43,7 @@ def run(command, environment={}):
 
 @dataclasses.dataclass
 class AsItIs:
-    """A program with MKL as LibTorch has it on an AMD processor."""
+    """A program that runs without mkl_on_amd.hpp, as LibTorch's users run it on an AMD processor."""
 
     command: object
 
@@ -56,7 +56,7 @@ class AsItIs:
 
 @dataclasses.dataclass
 class AtFullRate(AsItIs):
-    """One of Python's, which are as they are without this library."""
+    """A Python program, with a library to preload."""
 
     library: str
 
@@ -68,7 +68,7 @@ class AtFullRate(AsItIs):
 
 
 def in_turn(commands, repeats):
-    """Results by contestant, in the order of the commands; the one that comes first in a round comes last in the next."""
+    """Returns results by contestant, in the order of the commands; the order of running alternates."""
     contestants = {}
     for repeat in range(repeats):
         order = commands[:: -1 if repeat % 2 else 1]
@@ -106,7 +106,7 @@ def tiny_step(arguments, common):
 
 
 def is_bf16_fast():
-    """On x86 LibTorch needs AVX-512 for it, as gradaccum::is_bf16_fast says."""
+    """Returns whether bfloat16 is fast: on x86 LibTorch needs AVX-512 for it, as in gradaccum::is_bf16_fast."""
     flags = pathlib.Path("/proc/cpuinfo").read_text()
     return "avx2" not in flags or "avx512bw" in flags
 
@@ -116,7 +116,7 @@ def is_amd():
 
 
 def fashion_epoch(arguments, common):
-    """Where MKL needs to be told, ours and LibTorch's programs have it told, and again not; Python's again told."""
+    """Runs ours and LibTorch's programs with mkl_on_amd.hpp and without, and Python's also with it, if it matters."""
     def command(program, kind, *more):
         options = ["--data", arguments.data, "--epochs", arguments.epochs, *common, *more]
         return lambda repeat: [*program, kind, *options, "--seed", repeat]
@@ -141,7 +141,7 @@ def fashion_epoch(arguments, common):
 
 
 def data_parallel(arguments, optimizer, processes):
-    """Processes of one thread each, on one machine."""
+    """Compares processes of one thread each, on one machine."""
     launched = [launch, processes]
     options = ["--threads", 1, "--repeats", 15, "--optimizer", optimizer]
     commands = [lambda repeat: [*launched, f"{arguments.programs}/data_parallel", "--keep-memory", *options]]
@@ -161,7 +161,7 @@ def data_parallel(arguments, optimizer, processes):
 
 
 def tokenizer(arguments):
-    """On one thread each; who does not make the same ids has no time."""
+    """Compares tokenizers on one thread each; one with other ids gets no time."""
     script = [arguments.python, scripts / "tokenizer.py"]
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([*map(str, script), folder, "--make"], check=True)

@@ -73,7 +73,7 @@ PROGRAMS = [
 
 
 class Compilation:
-    """Processor seconds, the compiler's peak of memory, and what came of it."""
+    """One compilation: CPU seconds, the compiler's peak of memory, and its result."""
 
     def __init__(self, command, source, text, directory):
         path = os.path.join(directory, source)
@@ -92,13 +92,13 @@ class Compilation:
 
 
 def variants(program):
-    """What is compiled of a program: a name of the column, and the flags."""
+    """Returns the ways to compile a program: a name of the column, and the flags."""
     name, _, both = program
     return [("header-only", [])] + ([("compiled", ["-DGRADACCUM_COMPILED"])] if both else [])
 
 
 def measure(compiler, arguments, runs):
-    """What each program took, run by run."""
+    """Returns the measurements of each program, run by run."""
     command = [compiler, "-std=c++20", *arguments]
     with tempfile.TemporaryDirectory() as directory:
         for run in range(runs):

@@ -8,7 +8,7 @@
 #include <string>
 #include <utility>
 
-/// The networks of benchmark_compiled_step, which python/compiled_step.py has, too.
+/// The networks of benchmark_compiled_step, the same as in python/compiled_step.py.
 namespace compiled_networks {
 
 namespace ga = gradaccum;

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# compiled_on_device.sh PROGRAMS OUT [LENGTHS [REVIEWS...]]: records the steps of FashionMNIST's network and of a BLOOM of
-# 560m's shapes on a CUDA device, of REVIEWS (32) at once of LENGTHS lengths (4), compiles them, and times them against
-# eager training, its graphs, and, where transformers is there, Python's torch.compile. PROGRAMS is the folder of the
-# benchmarks; $PYTHON (python3) has torch of their version. OUT gets what each prints, and the steps. Some four minutes
-# on 16 cores, of which the compiler takes three; Python's own in at most four more.
+# compiled_on_device.sh PROGRAMS OUT [LENGTHS [REVIEWS...]]: records the steps of FashionMNIST's network and of a BLOOM
+# of 560m's shapes on a CUDA device, for batches of REVIEWS (32) of LENGTHS lengths (4), compiles them, and times them
+# against eager training, its graphs, and, if transformers is installed, Python's torch.compile. PROGRAMS is the folder
+# of the benchmarks; $PYTHON (python3) has torch of their version. The outputs and the steps are written to OUT. Takes
+# about four minutes on 16 cores, three of them in the compiler; Python's part takes at most four more.
 
 set -uo pipefail
 
@@ -16,7 +16,7 @@ if (( ! ${#reviews[@]} )); then reviews=(32); fi
 benchmarks=$(dirname "$0") python=${PYTHON:-python3} steps=$out/steps
 mkdir -p "$steps"
 
-# run SECONDS NAME COMMAND...: prints what it does in that time at most, and how long it took, into OUT/NAME.txt, too.
+# run SECONDS NAME COMMAND...: runs a command for at most that time, and also writes output and time to OUT/NAME.txt.
 run() {
   local start=$SECONDS status=0
   timeout "$1" "${@:3}" 2>&1 | tee "$out/$2.txt" || status=$?
@@ -40,7 +40,7 @@ for together in "${reviews[@]}"; do
     --only "$together at once, bf16" --seconds 30 --together "$together" --lengths "$lengths"
 done
 ours=$failed
-if "$python" -c "import transformers" 2> /dev/null; then  # its compiler may take longer
+if "$python" -c "import transformers" 2> /dev/null; then  # torch.compile may take longer
   run 240 python_bloom "$python" "$benchmarks/python/device_bloom.py" --lengths "$lengths"
 fi
 exit "$ours"

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// ./launch.sh 2 data_parallel: what a window costs when several processes train together, in time and in bytes on the
-// network, against a loop that sums at every micro-batch; with --optimizer adamw, also with the optimizer's state
-// divided among them. compare_processes.py sets Python's DDP beside it, and its ZeroRedundancyOptimizer.
+// ./launch.sh 2 data_parallel: a window's cost with several ranks, in time and in bytes on the network, compared to a
+// loop that sums at every micro-batch; with --optimizer adamw, also with a sharded optimizer state.
+// compare_processes.py compares it to Python's DDP and ZeroRedundancyOptimizer.
 
 #include <gradaccum/detail/optimizers/param_states.hpp>
 #include <gradaccum/grad_accumulator.hpp>
@@ -20,7 +20,7 @@ namespace {
 namespace ga = gradaccum;
 
 constexpr std::int64_t width = 1024, layers = 8;
-constexpr int windows = 4;  // one after another, as a training has them, between two moments at which ranks meet
+constexpr int windows = 4;  // consecutive ones, as in a training, between two barriers
 
 torch::nn::Sequential make_model() {
   torch::manual_seed(0);
@@ -32,7 +32,7 @@ torch::nn::Sequential make_model() {
   return model;
 }
 
-/// What this machine has sent over loopback: by all processes.
+/// Returns the bytes that this machine's processes have sent over loopback.
 double sent_bytes() {
   std::ifstream devices("/proc/net/dev");
   for (std::string line; std::getline(devices, line);) {
@@ -40,14 +40,14 @@ double sent_bytes() {
     std::istringstream numbers(line.substr(line.find(':') + 1));
     double bytes = 0, other = 0;
     numbers >> bytes;
-    for (int i = 0; i < 7; ++i) numbers >> other;  // the rest of what was received
+    for (int i = 0; i < 7; ++i) numbers >> other;  // other counts of received data
     numbers >> bytes;
     return bytes;
   }
   return 0;
 }
 
-/// One of the loops that are compared. Inputs differ by rank and micro-batch.
+/// A loop to compare. Inputs differ by rank and micro-batch.
 class Loop {
  public:
   Loop(std::string name, const ga::ProcessGroup& group, std::int64_t steps, std::int64_t rows, bool adamw = false)
@@ -123,7 +123,7 @@ class Ours final : public Loop {
   ga::Replicas replicas_;
 };
 
-/// As loops do that know nothing of windows: all gradients are summed after each micro-batch.
+/// Sums all gradients after each micro-batch, as loops without windows do.
 class SumsAlways final : public Loop {
  public:
   using Loop::Loop;

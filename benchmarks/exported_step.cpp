@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A training step, forward and backward, of a model that tools/export_model.py exported, over the batch in its sample;
-// and the time from the program's start to its first update. python/exported_models.py runs it beside Python's.
+// A training step, forward and backward, of a model that tools/export_model.py exported, on the batch of its sample;
+// and the time from the program's start to its first update. python/exported_models.py compares it to Python.
 
 #include <gradaccum/exported_model.hpp>
 #include <gradaccum/io/safetensors.hpp>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Trains on FashionMNIST with AdamW for a few epochs, as one of the programs that benchmark_epoch has: in a process of
-// its own, with the malloc that it would have. compare_processes.py runs it.
+// Trains on FashionMNIST with AdamW for a few epochs, as one of benchmark_epoch's programs, in a separate process with
+// its own malloc. compare_processes.py runs it.
 
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/optim/adamw.hpp>

@@ -16,7 +16,7 @@
 #include "dataset.hpp"
 #include "model.hpp"
 
-/// Programs that train the network of the FashionMNIST example (784-512-512-10), batch 64, each as it would be written.
+/// Programs that train the network of the FashionMNIST example (784-512-512-10) in batches of 64, in idiomatic code.
 namespace fashion_programs {
 
 namespace ga = gradaccum;
@@ -26,17 +26,17 @@ constexpr std::int64_t rows = 60'000, batch_size = 64;
 struct Settings {
   std::string data = "build/data/unzipped";  ///< LibTorch's own dataset does not read .gz
   std::uint64_t seed = 0;
-  std::string compiled_step = {};  ///< a folder, for ours; without one the network runs as it is
+  std::string compiled_step = {};  ///< a folder, for ours; empty: eager steps
 };
 
-/// Of the pixels, which all programs bring to mean 0 and variance 1.
+/// Mean and deviation of the pixels, which all programs normalize.
 constexpr double mean = 0.2860, deviation = 0.3530;
 
 struct Program {
   std::string name;
   torch::nn::Sequential model;
   std::function<void()> epoch;
-  std::function<double()> accuracy;  ///< of the test images, in per cent
+  std::function<double()> accuracy;  ///< on the test images, in percent
 };
 
 inline torch::nn::Sequential make_model(const Settings& settings) {
@@ -62,7 +62,7 @@ inline ga::SavedStep record_step(const std::string& folder, bool bfloat16) {
   return ga::save_step(model, objective, batch, folder);
 }
 
-/// The objective, or the compiled step of it.
+/// Returns the objective, or its compiled step.
 inline std::function<at::Tensor(const ga::data::Batch&)> loss_of(torch::nn::Sequential model,
                                                                  const std::string& compiled_step) {
   const auto held = std::make_shared<torch::nn::Sequential>(std::move(model));
@@ -74,7 +74,7 @@ inline std::function<at::Tensor(const ga::data::Batch&)> loss_of(torch::nn::Sequ
   };
 }
 
-/// Ours, float32 or, with autocast, bfloat16. What is in memory as a whole is normalized as a whole.
+/// Our program, in float32 or with autocast to bfloat16. The data set is in memory and normalized as a whole.
 template <class Optimizer, class Options>
 Program ours(const Settings& settings, const Options& hyper, bool bfloat16 = false) {
   auto dataset = fashion_mnist::load_dataset(settings.data);
@@ -94,7 +94,7 @@ Program ours(const Settings& settings, const Options& hyper, bool bfloat16 = fal
       accumulator->step();
       accumulator->zero_grad();
     }
-    (void)optimizer;  // the accumulator only refers to it
+    (void)optimizer;  // kept alive for the accumulator
   };
   auto accuracy = [=, test = dataset.test]() mutable { return accuracy_of(model, test.images, test.labels); };
   return {std::string("ga::optim::") + Optimizer::name + ", TensorBatches" +
@@ -102,7 +102,7 @@ Program ours(const Settings& settings, const Options& hyper, bool bfloat16 = fal
           model, epoch, accuracy};
 }
 
-/// A part of the data set behind LibTorch's own loader, normalized image by image.
+/// Makes LibTorch's loader for a part of the data set, which normalizes image by image.
 template <class Sampler>
 auto make_loader(const Settings& settings, torch::data::datasets::MNIST::Mode mode, std::int64_t images_a_batch) {
   auto dataset = torch::data::datasets::MNIST(settings.data, mode)
@@ -116,9 +116,9 @@ inline auto make_test_loader(const Settings& settings) {
                                                                /*images_a_batch=*/10'000);
 }
 
-/// LibTorch's, as PyTorch's own C++ example for MNIST has it: the dataset, a DataLoader and torch::optim. There the
-/// test images are read before training. By that accident glibc learns to keep memory of a training batch's size; a
-/// program that reads them later has it taken away and given back batch by batch.
+/// LibTorch's program, like PyTorch's C++ example for MNIST: the dataset, a DataLoader and torch::optim. The example
+/// reads the test images before training, which happens to make glibc keep memory of a batch's size; with `test_later`,
+/// glibc returns the memory to the kernel and allocates it again in every batch.
 template <class Optimizer, class Options>
 Program libtorch(const Settings& settings, const std::string& name, const Options& hyper, bool test_later = false) {
   using Loader = decltype(make_test_loader(settings));

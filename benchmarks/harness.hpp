@@ -13,29 +13,29 @@
 #include <functional>
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/memory_meter.hpp>
-#include <gradaccum/mkl_on_amd.hpp>  // which GRADACCUM_MKL_ON_AMD=0 leaves out
+#include <gradaccum/mkl_on_amd.hpp>  // GRADACCUM_MKL_ON_AMD=0 disables it
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
-/// Times programs that do the same thing, in turn, in one process: only their ratios mean anything.
+/// Times programs that do the same work, alternately in one process. Only ratios of their times are meaningful.
 namespace harness {
 
 struct Options {
   int repeats = 9, threads = 2;
   bool keep_memory = false;
   std::string json;
-  std::function<void()> finish = [] {};  ///< ends what is measured: waits for a device
+  std::function<void()> finish = [] {};  ///< the end of a measurement, such as waiting for a device
 };
 
-/// Something to be timed. The first contestant of a contest is ours, the second the peer.
+/// A program to time. The first contestant of a contest is ours, the second the peer.
 struct Contestant {
   std::string name;
   std::function<void()> run = {};
-  std::vector<at::Tensor> results = {};  ///< what the first run makes: that of ours, up to rounding
-  bool bound = false;                    ///< what nobody can beat
-  std::function<double()> seconds = {};  ///< in place of `run`: takes the time itself
+  std::vector<at::Tensor> results = {};  ///< of the first run; must equal ours up to rounding
+  bool bound = false;                    ///< a lower limit of the time
+  std::function<double()> seconds = {};  ///< replaces `run`, and measures the time itself
 };
 
 inline Options parse(
@@ -76,7 +76,7 @@ inline const char* multiplied_by() {
   return mkl_serv_intel_cpu_true() != 0 ? "MKL at full rate" : "MKL as LibTorch has it on AMD";
 }
 
-/// What a reader has to know to judge the figures: load, threads, BLAS, and how fast this machine multiplies matrices.
+/// Describes the machine, to judge the figures: load, threads, BLAS, and its rate of matrix products.
 inline std::string machine(const Options& options) {
   double load[1] = {0};
   if (getloadavg(load, 1) != 1) load[0] = -1;
@@ -93,7 +93,7 @@ inline void append_json(const Options& options, const std::string& object) {
   if (!options.json.empty()) std::ofstream(options.json, std::ios::app) << object << '\n';
 }
 
-/// Who is faster because he does something else is not to be timed.
+/// Compares results, because contestants with other results must not be timed.
 inline void check_results(const std::vector<Contestant>& all) {
   torch::NoGradGuard no_grad;
   for (auto& contestant : all)
@@ -108,7 +108,7 @@ inline double seconds(const Contestant& contestant) {
   return contestant.seconds ? contestant.seconds() : seconds(contestant.run);
 }
 
-/// How many runs make a measurement: 0.1 s of ours, so that what is small is warm, and long enough to be timed.
+/// Returns the number of runs per measurement: 0.1 s of ours, so that short runs are warm, and long enough to be timed.
 inline int runs_to_time(const Contestant& ours, const Options& options) {
   int runs = 0;
   for (double elapsed = 0; elapsed < 0.1; ++runs) elapsed += seconds(ours) + seconds(options.finish);
@@ -127,7 +127,7 @@ inline void print_row(const Contestant& contestant, const std::vector<double>& t
 }
 
 /// Times the contestants in turn and prints their medians, and the median of the ratios pair by pair.
-/// `units`: how many of what one run does, such as samples.
+/// `units`: the work of one run, such as its number of samples.
 inline void contest(const std::string& title, const std::vector<Contestant>& all, double units, const std::string& unit,
                     const Options& options) {
   for (auto& contestant : all) seconds(contestant);
@@ -145,7 +145,7 @@ inline void contest(const std::string& title, const std::vector<Contestant>& all
   for (auto& contestant : all) time_of(contestant);
   for (int repeat = 0; repeat < options.repeats; ++repeat)
     for (std::size_t i = 0; i < all.size(); ++i) {
-      const auto turn = repeat % 2 ? all.size() - 1 - i : i;  // nobody is always first
+      const auto turn = repeat % 2 ? all.size() - 1 - i : i;  // alternates the order
       times[turn].push_back(time_of(all[turn]));
     }
   const auto where = machine(options);

@@ -32,8 +32,8 @@ struct Tokens {
   }
 };
 
-/// A language to be learned: 256 words of the vocabulary, each followed by one of four, half of the time by the first.
-/// The best possible loss is the entropy of that choice.
+/// A synthetic language to learn: 256 words, each followed by one of four, half of the time by the first. The best
+/// possible loss is the entropy of that choice.
 class MarkovChain {
  public:
   explicit MarkovChain(std::int64_t vocabulary) {
@@ -47,7 +47,7 @@ class MarkovChain {
 
   static double entropy() { return 1.75 * std::log(2.0); }  // of 1/2, 1/4, 1/8, 1/8
 
-  /// The same number gives the same batch.
+  /// Makes a batch, which depends only on its number.
   Tokens batch(std::uint64_t number, std::int64_t rows, std::int64_t length) const {
     std::mt19937_64 random(number);
     auto text = torch::empty({rows, length + 1}, torch::kLong);
@@ -81,13 +81,13 @@ struct LanguageModelImpl : torch::nn::Module {
     for (std::int64_t i = 0; i < shape.blocks; ++i) blocks->push_back(TransformerBlock(shape.width, shape.heads));
   }
 
-  /// From now on the blocks hold no more than the budget, and the loss is computed for 32 tokens at a time, each run
-  /// again in backward: so there are never the logits of more than these.
+  /// Checkpoints the blocks within the budget, and computes the loss for 32 tokens at a time, recomputed in backward,
+  /// so that only the logits of 32 tokens are in memory.
   void checkpoint(std::int64_t budget) {
     checkpointed.emplace(blocks, gradaccum::CheckpointedSequentialOptions{.memory_budget = budget});
   }
 
-  /// The mean over all tokens.
+  /// Returns the mean loss over all tokens.
   at::Tensor loss(const Tokens& text) {
     const auto hidden = words(text.input) + places(torch::arange(text.input.size(1)));
     const auto target = text.target.flatten();

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Each technique that saves memory, alone and all of them together, on a transformer language model: the most bytes
-// that a training holds, the time of a step, and the loss that is reached, against LibTorch's plain loop with
-// torch::optim::AdamW. All train on the same batches, step by step in turn.
+// Techniques that save memory, alone and combined, on a transformer language model: peak memory of a training, time of
+// a step, and the loss after training, compared to LibTorch's plain loop with torch::optim::AdamW. All train on the
+// same batches, alternately.
 
 #include <fmt/format.h>
 #include <torch/torch.h>
@@ -41,11 +41,11 @@ struct BenchmarkOptions {
 struct BenchmarkedModel {
   ModelShape shape;
   std::int64_t steps;          ///< by default
-  double budget, in_backward;  ///< of checkpoints where all techniques are combined: shares of the plain activations
+  double budget, in_backward;  ///< of checkpoints with all techniques combined: shares of the plain activations
 };
 
-/// Few words: with BLOOM's or Llama's vocabularies a batch this small would hold little but logits. Budgets are as
-/// small as let the 27 M model train in a third of the memory; the larger a model, the less its activations matter.
+/// Small vocabularies: with BLOOM's or Llama's, logits would take most of the memory of such small batches. The budgets
+/// let the 27 M model train in a third of the memory; the larger a model, the less its activations matter.
 const std::vector<BenchmarkedModel> models = {
     {{.name = "tiny", .width = 32, .heads = 4, .blocks = 32, .vocabulary = 512}, 100, 0.02, 0.06},
     {{.name = "small", .width = 256, .heads = 4, .blocks = 30, .vocabulary = 6144}, 60, 0.02, 0.06},
@@ -54,7 +54,7 @@ const std::vector<BenchmarkedModel> models = {
 
 enum class Bfloat16 { none, autocast, parameters };
 
-/// The first is what all are compared with.
+/// Returns the techniques; all are compared with the first.
 std::vector<Technique> techniques_for(const BenchmarkedModel& model) {
   using enum OptimizerKind;
   using enum Bfloat16;
@@ -69,8 +69,8 @@ std::vector<Technique> techniques_for(const BenchmarkedModel& model) {
       {.name = "AdamW in backward", .in_backward = true},
       {.name = "bfloat16 parameters, AdamW", .bfloat16_parameters = true},
   };
-  // Checkpoints and bfloat16; and accumulation, but in backward, where sums would have to be kept. In float32, where
-  // activations are twice as large, with micro-batches of half the size.
+  // Combines checkpoints, bfloat16 and accumulation; the latter not in backward, which would have to keep sums. In
+  // float32, where activations are twice as large, micro-batches have half the size.
   const auto all = [&](const std::string& name, Bfloat16 bfloat16) {
     for (const bool in_backward : {false, true})
       for (const auto optimizer : {adamw8bit, adafactor})
@@ -91,18 +91,18 @@ std::vector<Technique> techniques_for(const BenchmarkedModel& model) {
   return techniques;
 }
 
-/// What came out for a technique.
+/// The results of a technique.
 struct Row {
   Technique technique;
   double parameters = 0, peak = 0;  ///< of the training: bytes
-  double kept = 0;                  ///< of these weights, gradients, and state of the optimizer
-  double gradient = 0;              ///< in backward: the largest, which is there in passing; else 0
+  double kept = 0;                  ///< of the peak: weights, gradients, and state of the optimizer
+  double gradient = 0;              ///< in backward: the largest gradient, which is temporary; else 0
   double time = 0;                  ///< of a step: seconds
-  double time_ratio = 0;            ///< over the plain loop, each step over that on the same batch
+  double time_ratio = 0;            ///< relative to the plain loop's step on the same batch
   double loss = 0;                  ///< on other text, after training
 };
 
-/// Trains in all ways, in turn.
+/// Trains with all techniques, alternately.
 class Contest {
  public:
   Contest(const BenchmarkedModel& model, const BenchmarkOptions& options, int repeats)
@@ -141,13 +141,13 @@ class Contest {
 
   Tokens batch(std::int64_t number) const { return chain_.batch(number, settings_.rows, settings_.length); }
 
-  /// From before there is a model through the first steps.
+  /// Measures the peak from before the model is made through the first steps.
   void measure_memory(const Technique& technique) {
     progress_.update({}, 0, [&] { return fmt::format("{}: memory of '{}'", settings_.shape.name, technique.name); });
     Row row{technique};
     ga::MemoryMeter meter;
     auto& training = trainings_.emplace_back(technique, settings_);
-    meter.reset_peak();  // that of checking the budget
+    meter.reset_peak();  // excludes the check of the budget
     for (std::int64_t step = 0; step < measured_steps; ++step) {
       const auto tokens = batch(step);
       training.step(tokens);
@@ -160,7 +160,7 @@ class Contest {
     rows_.push_back(row);
   }
 
-  /// Each batch by all, timed; every other time in the reverse order, so that nobody is always first.
+  /// Trains with all techniques on each batch, timed, in alternating order.
   void train() {
     std::vector<std::vector<double>> times(rows_.size()), ratios(rows_.size());
     double loss = 0;
@@ -199,12 +199,12 @@ class Contest {
   harness::TrainingSettings settings_;
   std::int64_t steps_ = 0;
   bool evaluate_ = true;
-  std::deque<Training> trainings_;  // of the rows
+  std::deque<Training> trainings_;  // one per row
   std::vector<Row> rows_;
   ga::ProgressLine progress_{{.only_on_terminal = true}};
 };
 
-/// What a technique costs and saves, beside the plain loop.
+/// Prints the cost and saving of a technique, relative to the plain loop.
 void print(const Row& row, const Row& plain, const harness::Options& options, const std::string& title) {
   fmt::print("  {:<40} {:>8.1f} {:>8.1f} {:>8.1f} {:>7.2f} x {:>8.1f} {:>6.2f} x", row.technique.name,
              row.peak / ga::MiB, row.peak / row.parameters, (row.kept + row.gradient) / row.parameters,
@@ -218,7 +218,7 @@ void print(const Row& row, const Row& plain, const harness::Options& options, co
                            row.time_ratio, row.loss > 0 ? fmt::format("{}", row.loss) : "null"));
 }
 
-/// Rows by name, for sentences about them; those that were not asked for are not spoken of.
+/// Finds rows by name for sentences about them; sentences about missing rows are skipped.
 class Rows {
  public:
   explicit Rows(const std::vector<Row>& rows) : rows_(rows) {}
@@ -231,10 +231,10 @@ class Rows {
   const std::vector<Row>& rows_;
 };
 
-/// Beyond float32 weights and gradients.
+/// Returns the optimizer's bytes per parameter, without float32 weights and gradients.
 double state_of(const Row& row) { return row.kept / row.parameters - 8; }
 
-/// What a fine-tuning guide has for its own models and devices.
+/// Compares with claims of a fine-tuning guide, for its own models and devices.
 void print_claims(const Rows& rows) {
   const auto say = [&](const std::string& name, const std::string& claim, const auto& here) {
     rows.about(name,
@@ -262,7 +262,7 @@ void print_claims(const Rows& rows) {
     say(name, fmt::format("all combined ({}): up to 3 x less memory at the same speed or better", name), together);
 }
 
-/// Weights, gradients and state are there whatever the activations take: of these a quarter is to be left.
+/// Returns the saving if a quarter of the activations remains; weights, gradients and state cannot be saved.
 double reachable_saving(const Row& plain, const Row& row) {
   return plain.peak / (row.kept + row.gradient + (plain.peak - plain.kept) / 4);
 }

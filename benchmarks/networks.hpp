@@ -8,7 +8,7 @@
 
 namespace harness {
 
-/// Linear layers of these widths with ReLU between them; the same parameters for each contestant.
+/// Makes linear layers of these widths with ReLU between them, with the same parameters for each contestant.
 inline torch::nn::Sequential make_network(const std::vector<std::int64_t>& widths) {
   torch::manual_seed(0);
   torch::nn::Sequential model;

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# on_device.sh PROGRAMS OUT [ARGUMENT...]: runs the benchmarks for a CUDA device that lie in the folder PROGRAMS, in four
-# minutes at most. OUT/NAME.txt gets what each prints, OUT/card.txt what nvidia-smi says before. An ARGUMENT, such as
-# --json FILE, is for each of them.
+# on_device.sh PROGRAMS OUT [ARGUMENT...]: runs the benchmarks for a CUDA device in the folder PROGRAMS, in at most four
+# minutes. Writes their outputs to OUT/NAME.txt, and nvidia-smi's description of the card to OUT/card.txt. ARGUMENTs,
+# such as --json FILE, are passed to each benchmark.
 
 set -uo pipefail
 

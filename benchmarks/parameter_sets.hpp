@@ -10,13 +10,13 @@
 #include <string>
 #include <vector>
 
-/// What the benchmarks of optimizers step: parameters with gradients, and the same step in ATen's own operations.
+/// Parameters with gradients for the benchmarks of optimizers, and the same steps by ATen's operations.
 namespace parameter_sets {
 
 struct ParameterSet {
   std::string name;
   std::vector<std::int64_t> sizes;
-  std::int64_t columns = 0;  ///< of matrices, which all are that have more than 4 such rows; 0: there are vectors alone
+  std::int64_t columns = 0;  ///< of tensors with more than 4 such rows, which become matrices; 0: only vectors
 
   std::vector<std::int64_t> shape(std::int64_t size) const {
     if (columns > 0 && size > 4 * columns) return {size / columns, columns};
@@ -28,7 +28,7 @@ struct ParameterSet {
   }
 };
 
-/// A small network, a transformer in the shape of BLOOM with many small tensors, and a few large ones.
+/// Returns a small network, a transformer in the shape of BLOOM with many small tensors, and a few large ones.
 inline std::vector<ParameterSet> all() {
   constexpr std::int64_t hidden = 256, vocabulary = 32'000, blocks = 24, classes = 2;
   std::vector<std::int64_t> bloom{vocabulary * hidden, hidden, hidden};
@@ -42,7 +42,7 @@ inline std::vector<ParameterSet> all() {
           {"large tensors", std::vector<std::int64_t>(16, 4'200'000)}};
 }
 
-/// Parameters with gradients: each contestant's own, of the same values.
+/// Makes parameters with gradients; each contestant gets its own, with the same values.
 inline std::vector<at::Tensor> make_parameters(const ParameterSet& set, at::Device device = at::kCPU) {
   torch::manual_seed(0);
   std::vector<at::Tensor> parameters;
@@ -59,7 +59,7 @@ inline std::vector<at::Tensor> zeros_like(const std::vector<at::Tensor>& tensors
   return zeros;
 }
 
-/// What Python's `AdamW(fused=True)` calls.
+/// Calls the operation of Python's `AdamW(fused=True)`.
 struct AtenFusedAdamW {
   explicit AtenFusedAdamW(const std::vector<at::Tensor>& with_gradients, const torch::optim::AdamWOptions& options)
       : options(options) {
@@ -83,7 +83,7 @@ struct AtenFusedAdamW {
   std::vector<at::Tensor> parameters, gradients, exp_avgs, exp_avg_sqs, steps;
 };
 
-/// What Python's `SGD(fused=True)` calls.
+/// Calls the operation of Python's `SGD(fused=True)`.
 struct AtenFusedSGD {
   AtenFusedSGD(const std::vector<at::Tensor>& with_gradients, const torch::optim::SGDOptions& options)
       : options(options) {
@@ -105,8 +105,8 @@ struct AtenFusedSGD {
   bool is_first_step = true;
 };
 
-/// Reads and writes what a step has to, and computes next to nothing: each number of p, m and v is read and written
-/// once, each of g is read once, 28 bytes a parameter. Four long arrays, so that it costs nothing that they are many.
+/// Moves the bytes of a step with almost no computation: p, m and v are read and written once, g is read once, 28 bytes
+/// per parameter. It uses four long arrays, so that the number of tensors costs nothing.
 struct Stream {
   explicit Stream(const ParameterSet& set) {
     for (auto* array : {&p, &g, &m, &v}) *array = torch::rand({static_cast<std::int64_t>(set.elements())});

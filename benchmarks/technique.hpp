@@ -26,13 +26,13 @@ namespace harness {
 
 enum class OptimizerKind { torch_adamw, adamw, adamw8bit, adafactor };
 
-/// One way to train: what it turns on. With nothing turned on it is LibTorch's plain loop.
+/// A way to train. The default is LibTorch's plain loop.
 struct Technique {
   std::string name;
   OptimizerKind optimizer = OptimizerKind::adamw;
   std::int64_t micro_batches = 1;
-  double activations = 1;  ///< the blocks' budget, as a share of what they hold in the plain loop, or the least that any
-                           ///< schedule needs where that is more; 1: no checkpoints
+  double activations = 1;  ///< the blocks' budget, relative to their memory in the plain loop, but at least the minimum
+                           ///< of any schedule; 1: no checkpoints
   bool autocast = false;
   bool bfloat16_parameters = false;  ///< stochastically rounded
   bool in_backward = false;
@@ -45,7 +45,7 @@ struct TrainingSettings {
   std::int64_t plain_activations = 0;  ///< bytes that the blocks hold in the plain loop
 };
 
-/// The most bytes that these blocks hold in forward and backward, beyond input, output and gradients of parameters.
+/// Returns the peak bytes of these blocks in forward and backward, without input, output and gradients of parameters.
 inline std::int64_t peak_bytes(const std::function<at::Tensor(at::Tensor)>& blocks,
                                const std::vector<at::Tensor>& parameters, const at::Tensor& input) {
   const auto gradient = torch::ones_like(input);
@@ -67,7 +67,7 @@ inline at::Tensor input_of_blocks(const TrainingSettings& settings, std::int64_t
   return torch::randn({rows, settings.length, settings.shape.width}).requires_grad_();
 }
 
-/// A model that is trained in one way.
+/// Trains a model with a technique.
 class Training {
  public:
   Training(const Technique& technique, const TrainingSettings& settings)
@@ -79,7 +79,7 @@ class Training {
     set_optimizer();
   }
 
-  /// One update by a batch, all but `clear()`. The mean loss.
+  /// Makes one update from a batch, without `clear()`. Returns the mean loss.
   double step(const Tokens& batch) {
     double sum = 0;
     const auto rows = batch.input.size(0) / technique_.micro_batches;
@@ -92,10 +92,10 @@ class Training {
     TORCH_CHECK(std::isfinite(sum), technique_.name, ": the loss is ", sum);
     return sum / static_cast<double>(technique_.micro_batches);
   }
-  /// Gradients go.
+  /// Clears the gradients.
   void clear() { clear_(); }
 
-  /// In float32; the last thing that is done with it.
+  /// Returns the mean loss in float32. Call it last, because it changes the model.
   double evaluate(const std::vector<Tokens>& batches) {
     torch::NoGradGuard no_grad;
     model_->to(torch::kFloat);
@@ -131,7 +131,7 @@ class Training {
     return model_->loss(batch);
   }
 
-  /// A budget that is given is a budget that is kept: this measures it.
+  /// Checkpoints within the technique's budget, and checks by measurement that the budget is kept.
   void checkpoint() {
     const auto forward = [this](const at::Tensor& x) {
       const auto scope = autocast();
@@ -145,7 +145,7 @@ class Training {
     const auto share = technique_.activations * static_cast<double>(settings_.plain_activations);
     const auto budget = std::max(least, static_cast<std::int64_t>(share));
     model_->checkpoint(budget);
-    forward(input);  // plans, and measures each block with its gradients, for which the budget is not
+    forward(input);  // plans, and measures each block with gradients, which the budget excludes
     const auto taken = peak_bytes(forward, model_->blocks->parameters(), input);
     TORCH_CHECK(taken <= budget, technique_.name, ": a budget of ", budget, " bytes was exceeded: ", taken);
   }
@@ -194,7 +194,7 @@ class Training {
   std::function<void()> clear_;
 };
 
-/// What the blocks hold in the plain loop.
+/// Returns the bytes that the blocks hold in the plain loop.
 inline std::int64_t plain_activations(const TrainingSettings& settings) {
   LanguageModel model(settings.shape, settings.length);
   return peak_bytes([&](const at::Tensor& x) { return model->blocks->forward(x); }, model->blocks->parameters(),

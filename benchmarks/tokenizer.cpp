@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Encodes texts by the example's tokenizer for BLOOM, on one thread: texts and tokenizer as python/tokenizer.py makes
-// them, which encodes the same in Python. compare_processes.py runs both.
+// Encodes texts by the example's tokenizer for BLOOM, on one thread. python/tokenizer.py makes texts and tokenizer, and
+// encodes the same in Python. compare_processes.py runs both.
 
 #include <fmt/format.h>
 
@@ -20,7 +20,7 @@ namespace {
 
 using Ids = std::vector<std::vector<std::int64_t>>;
 
-/// FNV-1a of all ids in 32 bits each, a -1 after each text: differs where they do.
+/// FNV-1a of all ids in 32 bits each, with a -1 after each text, to compare them with Python's.
 std::string checksum(const Ids& all) {
   std::uint64_t hash = 0xcbf29ce484222325;
   const auto add = [&](std::int64_t id) { hash = (hash ^ static_cast<std::uint32_t>(id)) * 0x100000001b3; };
@@ -31,7 +31,7 @@ std::string checksum(const Ids& all) {
   return fmt::format("{:016x}", hash);
 }
 
-/// Seconds to encode all, by a tokenizer that has met no word yet.
+/// Returns the seconds to encode all texts by a new tokenizer, whose cache is empty.
 double encode(const std::string& tokenizer_json, const std::vector<std::string>& texts, Ids& ids) {
   const auto tokenizer = bloom::BloomTokenizer::from_file(tokenizer_json);
   ids = Ids(texts.size());

@@ -9,7 +9,7 @@
 
 namespace harness {
 
-/// Memory and time of a training step, each over that of the plain step.
+/// Memory and time of a training step, relative to the plain step.
 struct Point {
   double memory, time;
 };
@@ -55,7 +55,7 @@ inline std::string points(std::vector<Point> all, const std::string& colour, boo
 
 }  // namespace picture
 
-/// The pictures side by side: ours a line through its budgets, the peer a dot for each number of segments.
+/// Draws the pictures next to each other: ours as a line through its budgets, the peer as a dot per number of segments.
 inline std::string to_svg(const std::vector<TradeOff>& trade_offs) {
   using namespace picture;
   const double step = left + width + 20;

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# Fetches a pinned LibTorch by pip into a virtual environment of the build tree, for those who have none. It is the
-# last resort of a project that is built from source; an installed gradaccum never fetches.
+# Fetches a pinned LibTorch by pip into a virtual environment of the build tree, if none is found. Only a project that
+# is built from source does so; an installed gradaccum never fetches.
 
 set(GRADACCUM_FETCH_TORCH ON CACHE STRING
   "Fetch LibTorch where none is found (ON), never (OFF), or unless one is named (FIRST)")
@@ -9,7 +9,7 @@ set(GRADACCUM_TORCH_VERSION ${GRADACCUM_LIBTORCH_NEWEST} CACHE STRING "The LibTo
 set(GRADACCUM_TORCH_VENV "${CMAKE_BINARY_DIR}/_libtorch-${GRADACCUM_TORCH_VERSION}" CACHE PATH
   "The virtual environment that a fetched LibTorch goes to")
 
-# Stops with the one sentence that says why a fetch failed and what to do about it.
+# Stops with a sentence that says why a fetch failed and what to do about it.
 function(gradaccum_fetch_failed reason)
   message(FATAL_ERROR
     "gradaccum could not fetch LibTorch ${GRADACCUM_TORCH_VERSION}: ${reason}; or name a LibTorch that you have by "
@@ -25,7 +25,7 @@ function(gradaccum_has_nvidia_driver result)
   endif()
 endfunction()
 
-# Turns pip's log into the reason of its failure.
+# Finds the reason of a failure in pip's log.
 function(gradaccum_pip_failure log python result)
   file(READ "${log}" text)
   set(see "see ${log}")
@@ -46,7 +46,7 @@ function(gradaccum_pip_failure log python result)
   set(${result} "${reason}" PARENT_SCOPE)
 endfunction()
 
-# Leaves the directory of the fetched LibTorch in `result`. Does nothing where the environment is complete.
+# Sets `result` to the directory of the fetched LibTorch. Does nothing else if the environment is complete.
 function(gradaccum_fetch_libtorch result)
   set(version "${GRADACCUM_TORCH_VERSION}")
   set(venv "${GRADACCUM_TORCH_VENV}")
@@ -61,7 +61,7 @@ function(gradaccum_fetch_libtorch result)
       "${GRADACCUM_LIBTORCH_OLDEST} to ${GRADACCUM_LIBTORCH_NEWEST}.")
   endif()
 
-  # Where there is a driver, everything that the wheel depends on is wanted; elsewhere three wheels will do.
+  # With a driver, all dependencies of the wheel are installed; without one, three wheels are enough.
   gradaccum_has_nvidia_driver(driver)
   set(kind CPU)
   set(size "about 600 MB to download and 1.2 GB on disk")
@@ -81,8 +81,8 @@ function(gradaccum_fetch_libtorch result)
     set(size "with its CUDA libraries several GB to download and on disk")
   endif()
 
-  # The stamp is there from the beginning, so that a half-made environment is known as ours and is made anew, and
-  # gets its key last. Build trees that share an environment wait for each other.
+  # The stamp is written before pip runs, so that an incomplete environment is recognized and replaced, and gets its key
+  # last. Build trees that share an environment wait for each other.
   set(stamp "${venv}/gradaccum-libtorch.stamp")
   get_filename_component(parent "${venv}" DIRECTORY)
   file(MAKE_DIRECTORY "${parent}")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# Training steps that are compiled: a part of a program, or a folder beside it.
+# Builds compiled training steps into programs.
 
 set(GRADACCUM_COMPILE_STEP_DIRECTORY "${CMAKE_CURRENT_LIST_DIR}" CACHE INTERNAL "Where gradaccum's CMake files are")
 
-# What the manifest of a saved step says of `name`.
+# Reads the value `name` from the manifest of a saved step.
 function(gradaccum_value_of_step manifest name result)
   string(JSON value ERROR_VARIABLE problem GET "${manifest}" values "${name}")
   if(problem)
@@ -15,7 +15,7 @@ endfunction()
 
 # gradaccum_compile_step(target folder [NAME name]): builds a step, which ga::save_step recorded and compile_step.py
 # compiled, into a program, so that nothing is loaded at run time: ga::CompiledStep step(model, objective,
-# ga::InProgram{"name"}). NAME: that of the folder, if not given. The folder's generated C++ is all that it takes.
+# ga::InProgram{"name"}). The default NAME is the folder's. Only the generated C++ and the manifest are read.
 function(gradaccum_compile_step target folder)
   cmake_parse_arguments(PARSE_ARGV 2 arg "" "NAME" "")
   cmake_path(ABSOLUTE_PATH folder BASE_DIRECTORY "${CMAKE_CURRENT_SOURCE_DIR}" NORMALIZE)
@@ -46,7 +46,7 @@ function(gradaccum_compile_step target folder)
   gradaccum_add_step(${target} ${arg_NAME} "${flags}" "${registration}" ${sources})
 endfunction()
 
-# The source that makes the step of a manifest known to its program by a name.
+# Generates the source that registers the step under its name in the program.
 function(gradaccum_step_registration manifest name result)
   gradaccum_value_of_step("${manifest}" graphs graphs)
   set(declarations "")
@@ -63,7 +63,7 @@ function(gradaccum_step_registration manifest name result)
 R\"manifest(${manifest})manifest\", {${codes}}}).second;\n" PARENT_SCOPE)
 endfunction()
 
-# Builds the generated sources with their own flags, and the registration with those of the target.
+# Builds the generated sources with their own flags, and the registration with the target's.
 function(gradaccum_add_step target name flags registration)
   set(step "${target}.${name}")
   add_library(${step} OBJECT ${ARGN})
@@ -74,8 +74,8 @@ function(gradaccum_add_step target name flags registration)
   endif()
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     target_link_options(${target} PRIVATE -fopenmp)
-  else() # whose OpenMP would be a second one
-    list(REMOVE_ITEM flags -fopenmp -fno-tree-loop-vectorize)  # the second: g++ alone has it
+  else() # whose OpenMP runtime would be loaded in addition to LibTorch's
+    list(REMOVE_ITEM flags -fopenmp -fno-tree-loop-vectorize)  # only g++ has the second
     target_include_directories(${step} BEFORE PRIVATE "${GRADACCUM_COMPILE_STEP_DIRECTORY}/without_openmp")
   endif()
   target_compile_options(${step} PRIVATE ${flags})

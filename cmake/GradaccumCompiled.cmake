@@ -3,24 +3,24 @@
 # gradaccum::compiled, in place of gradaccum::gradaccum: the definitions of all headers compiled once, so that a program
 # which includes the headers compiles in little more than LibTorch's own time.
 #
-# It is built in the tree of whoever uses it, an installed gradaccum's too: with the LibTorch, the compiler and the flags
-# of that program, which a library from elsewhere could not know. Nothing is built where nobody links with it.
+# It is built in the build tree of the program that links with it, also with an installed gradaccum, because it needs
+# that program's LibTorch, compiler and flags. It is not built if no target links with it.
 
 include("${CMAKE_CURRENT_LIST_DIR}/GradaccumCudaKernels.cmake")
 
-# gradaccum_add_compiled(include): `include` is the folder that has gradaccum/.
+# gradaccum_add_compiled(include): `include` is the folder that contains gradaccum/.
 function(gradaccum_add_compiled include)
   if(TARGET gradaccum_compiled)
     return()
   endif()
   file(GLOB_RECURSE definitions RELATIVE "${include}" CONFIGURE_DEPENDS "${include}/gradaccum/impl/*/*.ipp")
-  # Some modules a file: LibTorch's headers take as long as the definitions of three modules.
+  # Each file has several modules, because LibTorch's headers take as long to compile as three modules' definitions.
   set(parts
     "/impl/(kernels|optimizers)/"
     "/impl/(checkpoint|data|fitting|io|memory|state)/"
     "/impl/compilation/"
     "/impl/(trainer|verification|watching)/"
-    ".") # window, scaling and parallel
+    ".") # the remaining modules
   set(sources "")
   set(number 0)
   foreach(part IN LISTS parts)
@@ -44,10 +44,10 @@ function(gradaccum_add_compiled include)
   add_library(gradaccum_compiled STATIC EXCLUDE_FROM_ALL ${sources})
   add_library(gradaccum::compiled ALIAS gradaccum_compiled)
   target_compile_definitions(gradaccum_compiled PUBLIC GRADACCUM_COMPILED)
-  gradaccum_add_cuda_kernels(gradaccum_compiled "${include}") # whose runtime stands before LibTorch's on the link line
+  gradaccum_add_cuda_kernels(gradaccum_compiled "${include}") # first, so that its runtime precedes LibTorch's
   target_link_libraries(gradaccum_compiled PUBLIC gradaccum::gradaccum)
   set_target_properties(gradaccum_compiled PROPERTIES POSITION_INDEPENDENT_CODE ON)
   if(NOT PROJECT_NAME STREQUAL "gradaccum" OR NOT PROJECT_IS_TOP_LEVEL)
-    target_compile_options(gradaccum_compiled PRIVATE -w) # a program's warnings are of its own files
+    target_compile_options(gradaccum_compiled PRIVATE -w) # programs get no warnings about this library
   endif()
 endfunction()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# The kernels for CUDA devices, a part of gradaccum::compiled: AUTO, where this machine has such a device, the LibTorch in use
-# has CUDA, and there is a CUDA compiler, 12.8 or newer, of the same major version; ON, or an error says what is missing; OFF.
-# They are compiled by nvcc itself, so that a project without the language CUDA has them, too.
+# Adds kernels for CUDA devices to gradaccum::compiled. AUTO adds them if this machine has such a device, LibTorch has
+# CUDA, and there is a CUDA compiler, 12.8 or newer, of the same major version. ON stops with an error if one of these
+# is missing. nvcc is called by custom commands, so that the project does not need CMake's language CUDA.
 
 set(GRADACCUM_CUDA AUTO CACHE STRING "Whether gradaccum::compiled has kernels for CUDA devices: AUTO, ON or OFF")
 set_property(CACHE GRADACCUM_CUDA PROPERTY STRINGS AUTO ON OFF)
@@ -10,7 +10,7 @@ set(GRADACCUM_CUDA_ARCHITECTURES native CACHE STRING
   "The architectures that kernels for CUDA devices are compiled for (native: this machine's; where it has none, 75;80;90;100); newer ones get the last's, compiled when they load it")
 set(GRADACCUM_OLDEST_NVCC 12.8)
 
-# The architectures of this machine's devices as CMake numbers them, 90 say; nothing where there is none.
+# Sets `result` to the architectures of this machine's devices in CMake's form, such as 90; empty without a device.
 function(gradaccum_native_architectures result)
   find_program(GRADACCUM_NVIDIA_SMI nvidia-smi DOC "Shows whether this machine has an NVIDIA driver")
   mark_as_advanced(GRADACCUM_NVIDIA_SMI)
@@ -26,7 +26,7 @@ function(gradaccum_native_architectures result)
   set(${result} "${found}" PARENT_SCOPE)
 endfunction()
 
-# gradaccum_cuda_architectures(result): GRADACCUM_CUDA_ARCHITECTURES, with native as what it stands for.
+# gradaccum_cuda_architectures(result): GRADACCUM_CUDA_ARCHITECTURES, with `native` replaced by numbers.
 function(gradaccum_cuda_architectures result)
   set(architectures "${GRADACCUM_CUDA_ARCHITECTURES}")
   if(architectures STREQUAL "native")
@@ -38,7 +38,7 @@ function(gradaccum_cuda_architectures result)
   set(${result} "${architectures}" PARENT_SCOPE)
 endfunction()
 
-# gradaccum_find_nvcc(nvcc version): the compiler, empty where there is none that will do, and its version.
+# gradaccum_find_nvcc(nvcc version): the compiler and its version; `nvcc` is empty if it is missing or too old.
 function(gradaccum_find_nvcc nvcc version)
   find_program(GRADACCUM_NVCC nvcc
     HINTS "${CUDAToolkit_ROOT}/bin" "$ENV{CUDAToolkit_ROOT}/bin" "$ENV{CUDA_HOME}/bin" "$ENV{CUDA_PATH}/bin"
@@ -53,7 +53,7 @@ function(gradaccum_find_nvcc nvcc version)
   if(text MATCHES "release ([0-9]+[.][0-9]+)")
     set(${version} "${CMAKE_MATCH_1}" PARENT_SCOPE)
     if(CMAKE_MATCH_1 VERSION_GREATER_EQUAL GRADACCUM_OLDEST_NVCC)
-      file(REAL_PATH "${GRADACCUM_NVCC}" path) # beside which its libraries are
+      file(REAL_PATH "${GRADACCUM_NVCC}" path) # its libraries are found relative to it
       if(NOT path MATCHES "/nvcc$") # a link to ccache
         set(path "${GRADACCUM_NVCC}")
       endif()
@@ -62,8 +62,8 @@ function(gradaccum_find_nvcc nvcc version)
   endif()
 endfunction()
 
-# gradaccum_nvcc_options(include result): how the kernels are compiled. No product is contracted with a sum, so that all is
-# rounded as on a processor.
+# gradaccum_nvcc_options(include result): the kernels' compiler flags. Without fused multiply-add, results are rounded
+# as on the CPU.
 function(gradaccum_nvcc_options include result)
   set(options -std=c++20 -O2 --expt-relaxed-constexpr --fmad=false "-I${include}")
   gradaccum_cuda_architectures(architectures)
@@ -78,8 +78,8 @@ function(gradaccum_nvcc_options include result)
   set(${result} ${options} PARENT_SCOPE)
 endfunction()
 
-# gradaccum_find_cudart(nvcc result): the toolkit's runtime, static, so that its minor version may be another than that of
-# the one that LibTorch uses: both work in the device's one context.
+# gradaccum_find_cudart(nvcc result): the toolkit's static runtime. Being static, it may differ from LibTorch's in its
+# minor version; both use the device's primary context.
 function(gradaccum_find_cudart nvcc result)
   cmake_path(GET nvcc PARENT_PATH bin)
   find_library(cudart libcudart_static.a NO_CACHE NO_DEFAULT_PATH
@@ -90,8 +90,8 @@ function(gradaccum_find_cudart nvcc result)
   set(${result} "${cudart}" PARENT_SCOPE)
 endfunction()
 
-# What nvcc says of what the kernels include, such as that it does not know the host's compiler; nothing where it compiles
-# it. That is tried once.
+# Sets `result` to nvcc's error for the headers that the kernels include, such as an unsupported host compiler, or to
+# "". A success is remembered.
 function(gradaccum_try_nvcc nvcc options result)
   set(${result} "" PARENT_SCOPE)
   get_target_property(libtorch gradaccum::libtorch INTERFACE_INCLUDE_DIRECTORIES)
@@ -120,7 +120,7 @@ __global__ void empty() {}
   endif()
 endfunction()
 
-# gradaccum_missing_for_cuda_kernels(include result): what is missing, or nothing.
+# gradaccum_missing_for_cuda_kernels(include result): the reason why kernels cannot be compiled, or "".
 function(gradaccum_missing_for_cuda_kernels include result)
   gradaccum_find_nvcc(nvcc version)
   set(problem "")
@@ -147,7 +147,7 @@ function(gradaccum_missing_for_cuda_kernels include result)
   set(${result} "${problem}" PARENT_SCOPE)
 endfunction()
 
-# gradaccum_add_cuda_kernels(target include): gives them to a library, if it is to have them.
+# gradaccum_add_cuda_kernels(target include): adds the kernels to a library if GRADACCUM_CUDA asks for them.
 function(gradaccum_add_cuda_kernels target include)
   if(NOT GRADACCUM_CUDA OR (GRADACCUM_CUDA STREQUAL "AUTO" AND NOT GRADACCUM_LIBTORCH_CUDA))
     return()

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# Finds LibTorch and gives it as one target, gradaccum::libtorch.
+# Finds LibTorch and defines the target gradaccum::libtorch for it.
 #
-# find_package(Torch) is never called. LibTorch's own package file stops hard on a CUDA build where no CUDA toolkit
-# is installed, though a CPU program needs none; and it changes the flags of the project that calls it. The
-# libraries and headers say all that is needed.
+# find_package(Torch) is never called. LibTorch's own package file stops with an error on a CUDA build where no CUDA
+# toolkit is installed, though a CPU program needs none; and it changes the flags of the project that calls it. The
+# libraries and headers contain all the information that is needed.
 #
-# Order: the parent project's own Torch; the one that the user names; one that Python has; one of the system.
-# Fetching (FetchLibTorch.cmake) is not done here, because an installed gradaccum uses this file too, and a package
-# that is looked for must not download anything.
+# Order: the parent project's Torch, one that the user names, one in a Python, one of the system. Fetching is in
+# FetchLibTorch.cmake, because an installed gradaccum uses this file, too, and find_package must not download anything.
 
 set(GRADACCUM_LIBTORCH_OLDEST 2.11.0)
 set(GRADACCUM_LIBTORCH_NEWEST 2.15.0)
 
-# The directory that has include/ and lib/ of the LibTorch meant by `path`, or "" where there is none. `path` may be
-# that directory, torch.utils.cmake_prefix_path, a Torch_DIR, a site-packages directory or a virtual environment.
+# Sets `result` to the directory with include/ and lib/ of the LibTorch that `path` means, or to "". `path` may be that
+# directory, torch.utils.cmake_prefix_path, a Torch_DIR, a site-packages directory or a virtual environment.
 function(gradaccum_libtorch_root path result)
   get_filename_component(path "${path}" ABSOLUTE)
   string(REGEX REPLACE "/(share|lib|lib/[^/]+)/cmake(/Torch)?$" "" path "${path}")
@@ -28,7 +27,7 @@ function(gradaccum_libtorch_root path result)
   endforeach()
 endfunction()
 
-# The version that the headers in `root` state. In the newer ones torch/version.h only includes the other file.
+# Reads the version from the headers in `root`. In newer LibTorch torch/version.h only includes the other file.
 function(gradaccum_libtorch_version root result)
   set(version "")
   foreach(header IN ITEMS torch/headeronly/version.h torch/csrc/api/include/torch/version.h)
@@ -42,7 +41,7 @@ function(gradaccum_libtorch_version root result)
   set(${result} "${version}" PARENT_SCOPE)
 endfunction()
 
-# The directory of `root`'s libraries: lib/ of a wheel or an archive, lib/<triplet> of a Debian package.
+# Sets `result` to the directory of `root`'s libraries: lib/ in wheels and archives, lib/<triplet> in Debian packages.
 function(gradaccum_libtorch_library_dir root result)
   set(${result} "" PARENT_SCOPE)
   foreach(dir IN ITEMS lib lib64 "lib/${CMAKE_LIBRARY_ARCHITECTURE}")
@@ -53,7 +52,7 @@ function(gradaccum_libtorch_library_dir root result)
   endforeach()
 endfunction()
 
-# The libraries that `library` needs and the loader does not find, as "a, b"; and where the loader finds `wanted`.
+# Lists the libraries that `library` needs and the loader does not find, as "a, b"; and the path of `wanted`.
 function(gradaccum_missing_libraries library missing wanted found)
   set(${missing} "" PARENT_SCOPE)
   set(${found} "" PARENT_SCOPE)
@@ -83,8 +82,8 @@ function(gradaccum_fmt_definition root result)
   endif()
 endfunction()
 
-# What is wrong with the LibTorch in `root`, as the second half of a sentence, or "" if nothing is. A version that is
-# too new is wrong only if NEWEST is given: a LibTorch that the user names may be newer than those tested.
+# Sets `problem` to what makes the LibTorch in `root` unusable, as the second half of a sentence, or to "". NEWEST
+# rejects newer versions; it is not given for a LibTorch that the user names, which may be newer than the tested ones.
 function(gradaccum_libtorch_problem root problem)
   cmake_parse_arguments(PARSE_ARGV 2 arg "" "NEWEST" "")
   set(range "${GRADACCUM_LIBTORCH_OLDEST} to ${GRADACCUM_LIBTORCH_NEWEST}")
@@ -118,7 +117,7 @@ function(gradaccum_libtorch_problem root problem)
   set(${problem} "${text}" PARENT_SCOPE)
 endfunction()
 
-# The LibTorch that the user names: `origin` is the variable that names it. Only the first one named counts.
+# Finds the LibTorch that the user names; `origin` is the variable that names it. Only the first one named counts.
 function(gradaccum_named_libtorch root origin problem)
   set(${root} "" PARENT_SCOPE)
   set(${origin} "" PARENT_SCOPE)
@@ -126,7 +125,7 @@ function(gradaccum_named_libtorch root origin problem)
   foreach(name IN ITEMS Torch_DIR Torch_ROOT TORCH_INSTALL_PREFIX CMAKE_PREFIX_PATH)
     string(REPLACE ":" ";" from_environment "$ENV{${name}}")
     foreach(path IN LISTS ${name} from_environment)
-      # A prefix that CMake searches anyway names nothing, and a prefix path may be there for other packages.
+      # A prefix that CMake searches anyway does not count as named, and a prefix path may be set for other packages.
       if(NOT path OR path IN_LIST CMAKE_SYSTEM_PREFIX_PATH)
         continue()
       endif()
@@ -144,8 +143,7 @@ function(gradaccum_named_libtorch root origin problem)
   endforeach()
 endfunction()
 
-# The LibTorch that nobody named but that fits: of a Python that has torch, or of the system. One that does not fit
-# is passed over with a sentence.
+# Finds a LibTorch that the user has not named: in a Python that has torch, or in the system. Prints why it skips one.
 function(gradaccum_present_libtorch result)
   set(${result} "" PARENT_SCOPE)
   set(places "")
@@ -155,7 +153,7 @@ function(gradaccum_present_libtorch result)
   foreach(python IN ITEMS "${Python3_EXECUTABLE}" "$ENV{VIRTUAL_ENV}/bin/python" "${GRADACCUM_PYTHON}")
     if(EXISTS "${python}" AND NOT python IN_LIST asked)
       list(APPEND asked "${python}")
-      # find_spec and not import: importing torch needs every CUDA library, building against it does not.
+      # find_spec instead of import, because import needs every CUDA library, and building against torch does not.
       execute_process(
         COMMAND "${python}" -c "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])"
         OUTPUT_VARIABLE place OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
@@ -180,8 +178,8 @@ function(gradaccum_present_libtorch result)
   message(STATUS "gradaccum: no LibTorch that fits is in this system${asked}; name yours by -DCMAKE_PREFIX_PATH=..., or its Python by -DPython3_EXECUTABLE=...")
 endfunction()
 
-# The headers of the CUDA toolkit that ATen/cuda includes, of the same major version as the LibTorch: in the wheel's
-# own nvidia packages or in an installed toolkit.
+# Finds the CUDA toolkit's headers that ATen/cuda includes, of LibTorch's major version of CUDA: in the wheel's nvidia
+# packages or in an installed toolkit.
 function(gradaccum_cuda_headers root major result)
   set(${result} "" PARENT_SCOPE)
   foreach(place IN ITEMS "${root}/../nvidia/cu${major}" "${CUDAToolkit_ROOT}" "$ENV{CUDAToolkit_ROOT}"
@@ -199,7 +197,7 @@ function(gradaccum_cuda_headers root major result)
   endforeach()
 endfunction()
 
-# The directory of nccl.h: where NCCL_ROOT says, in the wheel's own nvidia packages, or beside CUDA's headers.
+# Finds the directory of nccl.h: in NCCL_ROOT, in the wheel's nvidia packages, or in the directory of CUDA's headers.
 function(gradaccum_nccl_headers root cuda_headers result)
   set(${result} "" PARENT_SCOPE)
   foreach(dir IN ITEMS "${NCCL_ROOT}/include" "${root}/../nvidia/nccl/include" "$ENV{NCCL_ROOT}/include" "${cuda_headers}"
@@ -212,7 +210,7 @@ function(gradaccum_nccl_headers root cuda_headers result)
   endforeach()
 endfunction()
 
-# Makes gradaccum::libtorch of the LibTorch in `root`, and prints what it is.
+# Defines gradaccum::libtorch for the LibTorch in `root`, and prints its version.
 function(gradaccum_define_libtorch root)
   gradaccum_libtorch_version("${root}" version)
   gradaccum_libtorch_library_dir("${root}" library_dir)
@@ -246,8 +244,8 @@ function(gradaccum_define_libtorch root)
       set(cuda TRUE)
       add_library(gradaccum::c10_cuda SHARED IMPORTED GLOBAL)
       set_target_properties(gradaccum::c10_cuda PROPERTIES IMPORTED_LOCATION "${c10_cuda}")
-      # No symbol of libtorch_cuda is named by a program that works through ATen; the linker must keep it even so,
-      # because loading it is what registers the CUDA kernels. One item, so that CMake cannot reorder it.
+      # Programs that work through ATen use no symbol of libtorch_cuda, but loading it registers the CUDA kernels, so
+      # the linker must keep it. The flags are one item, so that CMake cannot reorder them.
       list(PREPEND libraries "-Wl,--push-state,--no-as-needed,${torch_cuda},--pop-state" gradaccum::c10_cuda)
       set(major "")
       if(cudart MATCHES "[.]so[.]([0-9]+)")
@@ -295,7 +293,7 @@ function(gradaccum_define_libtorch root)
   message(STATUS "gradaccum: in ${root}")
 endfunction()
 
-# The Torch that the parent project found by itself: its targets are used as they are.
+# Uses the targets of the Torch that the parent project has already found.
 function(gradaccum_adopt_libtorch error)
   set(${error} "" PARENT_SCOPE)
   set(version "of unknown version")
@@ -339,9 +337,8 @@ function(gradaccum_adopt_libtorch error)
   message(STATUS "gradaccum: LibTorch ${version}, the one of this project's own find_package(Torch)")
 endfunction()
 
-# Makes gradaccum::libtorch if there is a LibTorch to make it of. `error` becomes a sentence if one was named that
-# cannot be used; neither a target nor an error means that there is none. ONLY_NAMED: do not look for one that nobody
-# named.
+# Defines gradaccum::libtorch if a LibTorch is found. Sets `error` to a sentence if the named one is unusable; if none
+# is found, there is neither a target nor an error. ONLY_NAMED: consider only one that the user names.
 function(gradaccum_find_libtorch error)
   cmake_parse_arguments(PARSE_ARGV 1 arg "ONLY_NAMED" "" "")
   set(${error} "" PARENT_SCOPE)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# Installs the headers and the package gradaccum for find_package. LibTorch is looked for anew where the package is
-# used: it belongs to the machine, not to the package.
+# Installs the headers and the package gradaccum for find_package. LibTorch is not part of the package: the machine that
+# uses it has its own, which the package looks for there.
 
 include(CMakePackageConfigHelpers)
 include(GNUInstallDirs)

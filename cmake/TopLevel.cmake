@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# Conveniences for those who build gradaccum itself. A project that contains gradaccum gets none of them: its build
-# type and its compiler launcher are its own.
+# Sets defaults for developers of gradaccum. Projects that contain gradaccum make their own choices.
 
 if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
   set(CMAKE_BUILD_TYPE RelWithDebInfo CACHE STRING "The build type" FORCE)
 endif()
 
-# A file that includes LibTorch takes some ten seconds to compile. The sloppiness is what ccache asks for where
-# precompiled headers are used; clang needs -Xclang -fno-pch-timestamp besides, which the presets give. CCACHE_DEPEND: ccache
-# uses the compiler's list of headers, and does not preprocess first.
+# A file that includes LibTorch takes about ten seconds to compile. ccache needs this sloppiness for precompiled
+# headers; clang also needs -Xclang -fno-pch-timestamp, which the presets set. With CCACHE_DEPEND ccache uses the
+# compiler's list of headers instead of preprocessing first.
 find_program(GRADACCUM_CCACHE ccache DOC "The compiler cache")
 mark_as_advanced(GRADACCUM_CCACHE)
 if(GRADACCUM_CCACHE AND NOT DEFINED CMAKE_CXX_COMPILER_LAUNCHER)

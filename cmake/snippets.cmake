@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# gradaccum_extract_snippets(programs documents source...) writes every piece of code that the documentation shows to
-# C++ files in the current build folder:
-#   * in Markdown ```cpp blocks, and of ```diff blocks what they end up as;
+# gradaccum_extract_snippets(programs documents source...) writes the code samples of the documentation to C++ files in
+# the current build folder:
+#   * in Markdown ```cpp blocks, and ```diff blocks as they are after the change;
 #   * in headers the indented lines of documentation comments (///     code).
-# A block with `int main` is a program of its own: `programs` lists their files. All other blocks of a source become
-# functions of one file, listed in `documents`, behind tests/snippets/prelude.hpp, which declares what they take for
-# granted. Compilers name the source and its lines, not these files.
+# A block with `int main` is a separate program, listed in `programs`. All other blocks of a source become functions of
+# one file, after an include of tests/snippets/prelude.hpp, which declares the names that they use; `documents` lists
+# these sources. Compilers report the lines of the source, not of these files.
 
-# Lists cannot hold brackets, semicolons and backslashes at the end of a line; code can.
+# CMake's lists cannot hold brackets, semicolons, or backslashes at the end of a line, so code is encoded.
 function(gradaccum_snippet_lines file result)
   file(READ "${file}" text)
   string(REPLACE "\\" "@BACKSLASH@" text "${text}")
@@ -27,8 +27,8 @@ function(gradaccum_write_snippets file text)
   file(CONFIGURE OUTPUT "${file}" CONTENT "@text@" @ONLY)  # rewritten only where it changed
 endfunction()
 
-# One block is done, the lines just before `line_number`: `block`, `name`, `identifier`, `base`, `functions`, `programs`
-# and `count` are the caller's.
+# Ends the block before `line_number`. Uses the caller's `block`, `name`, `identifier`, `base`, `functions`, `programs`
+# and `count`.
 macro(gradaccum_finish_block)
   if(NOT block STREQUAL "")
     string(REGEX MATCHALL "\n" lines_of_block "${block}")

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles a training step that ga::save_step wrote, forward and backward, for ga::CompiledStep to run.
 
-It needs Python's torch of the version that the program is built with, and a C++ compiler (g++, or $CXX). Nothing of
-the model has to be known to it: what the program recorded is turned into one graph of the loss and all gradients, which
-torch.compile's compiler makes into C++. A step of a model on a CUDA device is compiled on a machine with such a device,
-to kernels for GPUs of its compute capability.
+It needs Python's torch of the version that the program is built with, and a C++ compiler (g++, or $CXX). It does not
+need the model's code: the recording becomes one graph of the loss and all gradients, for which torch.compile's compiler
+generates C++. A step of a model on a CUDA device is compiled on a machine with such a device, to kernels for GPUs of
+its compute capability.
 """
 
 import argparse
@@ -41,11 +41,11 @@ CUDA = "CUDA "  # before the compute capability of a GPU
 
 
 class Failure(Exception):
-    """What a user can mend, in a sentence."""
+    """An error that the user can fix, described in a sentence."""
 
 
 class Manifest:
-    """The manifest of a folder: the files that it consists of, and values by name."""
+    """The manifest of a folder: lists its files, and holds values by name."""
 
     def __init__(self, folder, content):
         self.folder = pathlib.Path(folder)
@@ -54,7 +54,7 @@ class Manifest:
 
     @classmethod
     def of_step(cls, folder):
-        """Reads that of a saved step."""
+        """Reads the manifest of a saved step."""
         self = cls(folder, {})
         if not self.path.is_file():
             raise Failure(f"{folder}: there is no manifest.json, so it is not a folder that ga::save_step wrote")
@@ -78,7 +78,7 @@ class Manifest:
         self.content["values"][name] = value
 
     def read(self, name):
-        """The bytes of one of its files, which must be as they were written."""
+        """Returns the bytes of one of its files. Fails if they have changed since they were written."""
         data = (self.folder / name).read_bytes()
         if self.content["files"][name] != entry_of(data):
             raise Failure(f"{self.folder / name}: must be as it was written; save the step again")
@@ -89,7 +89,7 @@ class Manifest:
         self.content["files"][name] = entry_of(data)
 
     def write(self):
-        """In place of the old one; then files that it does not list any more go."""
+        """Replaces the old manifest; then removes the files that are no longer listed."""
         self.content["crc32"] = "00000000"
         text = json.dumps(self.content, indent=2, ensure_ascii=False).encode()
         replace(self.path, text.replace(b"00000000", f"{zlib.crc32(text):08x}".encode(), 1))
@@ -99,12 +99,12 @@ class Manifest:
 
 
 def entry_of(data):
-    """What a manifest says of a file."""
+    """Returns a manifest's entry for a file."""
     return {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}
 
 
 def replace(path, data):
-    """Writes a file so that there is the old one or the new one, whatever happens."""
+    """Replaces a file atomically: a crash leaves the old one or the new one."""
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     with open(temporary, "wb") as file:
         file.write(data)
@@ -114,7 +114,7 @@ def replace(path, data):
 
 
 def tensor_of(text, rows):
-    """A tensor of the layout that a text like `Float [64, 784] on cuda strides 1 64` says."""
+    """Returns a tensor of the layout in a text like `Float [64, 784] on cuda strides 1 64`."""
     import torch
     match = re.fullmatch(r"(\w+) \[([\d*, ]*)\]( on cuda)?(?: strides ([\d ]+))?", text)
     if not match or match[1] not in DTYPES:
@@ -139,7 +139,7 @@ class Inputs:
             self.add(tensor_of(layout, 0), kind == "parameter", False)
         self.parameters = range(len(kinds) - kinds.count("buffer"))
         self.buffers = range(len(self.parameters), len(kinds))
-        # A number of rows that no other size is by chance, which would be taken for the same; and more than `attends_to_few` has.
+        # A number of rows that equals no other size, so that none is confused; above the limit of `attends_to_few`.
         rows = next(prime for prime in (131, 137, 139, 149, 151, 157, 163, 167, 173, 179, 181)
                     if str(prime) not in re.findall(r"\d+", model + batch))
         for layout in re.findall(r"\w+ \[[^\]]*\](?: on \w+)?", batch):
@@ -153,7 +153,7 @@ class Inputs:
 
 
 def scripted(script):
-    """What the program recorded, as a function of all inputs."""
+    """Returns the program's recording as a function of all inputs."""
     import torch
     torch._C._jit_set_profiling_executor(False)
     torch._C._jit_set_profiling_mode(False)
@@ -162,8 +162,8 @@ def scripted(script):
 
 
 def graph_of(forward, inputs):
-    """The loss, what else `forward` gives, and the gradients as one exported graph; and which gradients there are. The
-    graph of a pass without gradients, if no input is learned."""
+    """Returns the loss, the other outputs of `forward` and the gradients as one exported graph, and which gradients
+    exist. Without learned inputs, returns the graph of a pass without gradients."""
     import torch
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.nn.attention import SDPBackend
@@ -187,7 +187,7 @@ def graph_of(forward, inputs):
 
     tensors = (*inputs.tensors, torch.ones((), device=inputs.device))
     any_rows = any(inputs.any_rows)
-    graph = traced("fake")  # in less time than for any number of rows
+    graph = traced("fake")   # faster than for any number of rows
     few = attends_to_few(graph)
     with torch.nn.attention.sdpa_kernel(SDPBackend.MATH) if few else contextlib.nullcontext():
         if any_rows or few:
@@ -201,19 +201,19 @@ def graph_of(forward, inputs):
 
 
 def attends_to_few(graph):
-    """Whether it has flash attention, over short sequences alone: there matrix products and a softmax that is compiled
-    with what is around it are faster, in 16 bits 1.4 times at 128 tokens, and at 256 no more. In float64 always: torch
-    2.11 compiles the sums of its softmax as float32."""
+    """Returns whether all flash attention is over at most 128 tokens, or in float64. At 128 tokens in 16 bits, matrix
+    products and a softmax that is compiled with its surroundings are 1.4 times as fast; at 256 they are no faster. In
+    float64, torch 2.11 compiles the sums of flash attention's softmax as float32."""
     import torch
     keys = [node.args[1].meta["val"] for node in graph.graph.nodes if "flash_attention_for_cpu.default" in str(node.target)]
     return bool(keys) and all(key.dtype == torch.float64 or key.shape[-2] <= 128 for key in keys)
 
 
 def moved_buffers(exported, inputs):
-    """Whether the step changes each buffer."""
+    """Returns for each buffer whether the step changes it."""
     from torch.export.graph_signature import OutputKind
     if not any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in exported.graph.nodes):
-        return [False] * len(inputs.buffers)  # what follows traces the graph once more
+        return [False] * len(inputs.buffers)  # saves another trace of the graph
     signature = exported.run_decompositions({}).graph_signature
     names = [spec.arg.name for spec in signature.input_specs]
     moved = {spec.target for spec in signature.output_specs
@@ -225,8 +225,8 @@ def moved_buffers(exported, inputs):
 
 
 def refuse_negative_indices():
-    """Has torch's compiler refuse negative indices in embedding and gather, as these operations do. Torch 2.11 counts them from
-    the end."""
+    """Makes torch's compiler refuse negative indices in embedding and gather, as these operations do. Torch 2.11 counts
+    them from the end."""
     import torch
     from torch._inductor import lowering
 
@@ -245,8 +245,8 @@ def refuse_negative_indices():
 
 
 def generated_source(exported, capability):
-    """The graph in C++, as a text; the constants that belong to it, as bytes; a GPU's kernels by name; and the calls that
-    it leaves to others."""
+    """Returns the graph's C++, its constants as bytes, a GPU's kernels by name, and the calls that it delegates to a
+    proxy executor."""
     import torch
     refuse_negative_indices()
     draws = any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in exported.graph.nodes)
@@ -255,13 +255,13 @@ def generated_source(exported, capability):
         "aot_inductor.package_cpp_only": True,
         "aot_inductor.link_libtorch": True,
         "aot_inductor.embed_kernel_binary": capability.startswith(CUDA),
-        "cpp.dynamic_threads": True,  # at::set_num_threads holds for it
-        "cpp.threads": max(2, torch.get_num_threads()),  # from one thread it takes that all that is no loop runs once
+        "cpp.dynamic_threads": True,  # obeys at::set_num_threads
+        "cpp.threads": max(2, torch.get_num_threads()),  # 1 would omit the single regions of code outside loops
         "cpp.simdlen": instructions_of(capability)[0],
         "cpp.enable_kernel_profile": False,
-        "fallback_random": True,  # draws the numbers that the objective itself draws
-        "reorder_for_peak_memory": not draws,  # and in its order
-        "allow_buffer_reuse": not lstm,  # its workspace is taken for a float32
+        "fallback_random": True,  # draws the same random numbers as the objective
+        "reorder_for_peak_memory": not draws,  # in the same order
+        "allow_buffer_reuse": not lstm,  # the compiler takes its workspace for float32
     }
     with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(sys.stderr):
         package = os.path.join(directory, "step.pt2")
@@ -281,7 +281,7 @@ def generated_source(exported, capability):
 
 
 def arrays_of(object_file, directory):
-    """The arrays in an object file that has nothing else, by the symbols NAME_start before them; NAME_end is behind them."""
+    """Returns the arrays of an object file with no other content, by the symbols NAME_start; NAME_end is the end."""
     path, data = pathlib.Path(directory, "data.o"), pathlib.Path(directory, "data.bin")
     path.write_bytes(object_file)
     run(["objcopy", "-O", "binary", "--only-section=.lrodata", "--only-section=.ldata", "--only-section=.rodata",
@@ -296,7 +296,7 @@ def arrays_of(object_file, directory):
 
 
 def number(value):
-    """The C++ of a float, for which JSON may have a text such as "-Infinity"."""
+    """Returns the C++ of a float, which JSON may hold as a text such as "-Infinity"."""
     value = float(value)
     if math.isfinite(value):
         return repr(value)
@@ -305,7 +305,7 @@ def number(value):
 
 
 def taken(form, value, real_type):
-    """The C++ of one argument of an operation, and how many integers and tensors it takes of those that are given."""
+    """Returns the C++ of an operation's argument, and the numbers of given integers and tensors that it uses."""
     if form == "as_optional_tensor":
         (form, value), = value.items()
     integral = "float" not in str(real_type)
@@ -329,7 +329,7 @@ def taken(form, value, real_type):
 
 
 def call_of(number, call):
-    """The C++ that has LibTorch's dispatcher call an operation, one that generated code has no function for."""
+    """Returns C++ that calls an operation through LibTorch's dispatcher, for lack of a generated function."""
     import torch
     name, _, overload = call["target"].partition(".")
     given = {argument["name"]: argument["arg"] for argument in call["inputs"]}
@@ -367,7 +367,7 @@ def call_of(number, call):
 
 
 def dispatched(calls):
-    """The C++ of the calls that generated code leaves to a proxy executor: here LibTorch's dispatcher."""
+    """Returns the C++ of the calls for a proxy executor; they use LibTorch's dispatcher instead."""
     if not calls:
         return ""
     names = ", ".join(f"call_{number}" for number in range(len(calls)))
@@ -412,7 +412,7 @@ struct Given {
 
 
 def array(declaration, data):
-    """The C++ of an array of bytes, which is not empty."""
+    """Returns the C++ of an array of bytes; a byte is appended, because an array must not be empty."""
     return f"alignas(64) {declaration}[] = {{{','.join(map(str, data + bytes(1)))}}};\n"
 
 
@@ -444,8 +444,8 @@ template <class Index>
 
 
 def with_checks_that_throw(kernel):
-    """The kernel with checks of indices that throw an exception. No exception may leave a parallel region, so the loop around
-    a check keeps it, and the kernel throws it at its end."""
+    """Returns the kernel with checks of indices that throw an exception. An exception must not leave a parallel region,
+    so the loop around a check stores it, and the kernel throws it at its end."""
     def check(match):
         condition, lower, index, upper = match.groups()
         limits = "std::numeric_limits<int64_t>::min()", "std::numeric_limits<int64_t>::max()"
@@ -465,8 +465,7 @@ def with_checks_that_throw(kernel):
 
 
 def loop_around(code, at):
-    """Where the body of the innermost loop around a place, or of what one thread runs alone, begins and ends; None where there
-    is none."""
+    """Returns where the body of the innermost loop or single region around a position begins and ends, or None."""
     depth = 0
     while (at := max(code.rfind("{", 0, at), code.rfind("}", 0, at))) >= 0:
         depth += 1 if code[at] == "}" else -1
@@ -480,14 +479,14 @@ def loop_around(code, at):
 
 
 def self_contained(source, constants, kernels, calls, capability):
-    """The source with its constants and kernels, an interface of five functions, and names of its own, which end in
-    UNIQUE: so that several fit into one program."""
+    """Returns the source with its constants and kernels, an interface of five functions, and names that end in UNIQUE,
+    so that a program can hold several."""
     _, interface, tail = source.partition('#include <torch/csrc/inductor/aoti_runtime/model_container.h>\n')
-    tail = tail.partition('} // extern "C"\n')[2]  # LibTorch's interface, which has some forty functions
+    tail = tail.partition('} // extern "C"\n')[2]  # without LibTorch's interface of about forty functions
     if not interface or "AOTInductorModel::run_impl" not in tail:
         raise Failure("this version of torch generates unexpected code")
-    tail = re.sub(r"(?m)^//.*\n", "", tail)  # among them commands with the names of temporary files
-    lstm = "aoti_torch_cpu_mkldnn_rnn_layer"  # keeps what its backward reads, which is one of the calls, in grad mode alone
+    tail = re.sub(r"(?m)^//.*\n", "", tail)  # comments, some with names of temporary files
+    lstm = "aoti_torch_cpu_mkldnn_rnn_layer"  # saves tensors for its backward, a later call, only in grad mode
     tail = tail.replace(f"{lstm}(", f"(at::AutoGradMode(true), {lstm})(") if calls else tail
     tail = KERNEL.sub(lambda kernel: with_checks_that_throw(kernel[0]), tail)
     renamed = sorted({"AOTInductorModel", "AOTInductorModelContainer", "AOTInductorModelKernels",
@@ -495,7 +494,7 @@ def self_contained(source, constants, kernels, calls, capability):
                       *re.findall(r"\bcpp_fused_\w+", tail)})
     defines = "".join(f"#define {name} {name}_UNIQUE\n" for name in renamed)
     data = array("uint8_t _binary_constants_bin_start", constants)
-    for name, kernel in kernels.items():  # extern, as a const array is else local to this file
+    for name, kernel in kernels.items():  # a const array is local to its file without extern
         data += f'extern "C" {{ {array(f"extern const unsigned char {name}", kernel)}}}\n'
     on_cuda = capability.startswith(CUDA)
     interface_of_device = CUDA_INTERFACE if on_cuda else CPU_INTERFACE
@@ -579,7 +578,7 @@ extern "C" __attribute__((visibility("default"))) void* const gradaccum_step_UNI
 
 
 def library_of(source, capability, directory):
-    """The source as a shared library, as bytes."""
+    """Compiles the source to a shared library, and returns its bytes."""
     import torch
     root = pathlib.Path(torch.__file__).parent
     library = pathlib.Path(directory, "step.so")
@@ -592,11 +591,11 @@ def library_of(source, capability, directory):
 
 
 def of_cuda(compiler, directory):
-    """The flags for a library that calls CUDA's driver, in whose place it is linked with a library without functions."""
+    """Returns flags to compile with CUDA's headers and to link with an empty library instead of CUDA's driver."""
     import torch
     from torch.utils.cpp_extension import CUDA_HOME
     folders = [pathlib.Path(CUDA_HOME or "/", "include"), *pathlib.Path(torch.__file__).parents[1].glob("nvidia/*/include")]
-    headers = [f"-I{folder}" for folder in folders  # wheels have some of the headers
+    headers = [f"-I{folder}" for folder in folders  # some wheels have only a part of the headers
                if (folder / "cuda_runtime.h").is_file() and (folder / "crt/host_defines.h").is_file()]
     if not headers:
         raise Failure("the headers of CUDA's toolkit were not found: install it, or set CUDA_HOME to its folder")
@@ -605,13 +604,13 @@ def of_cuda(compiler, directory):
 
 
 def instructions_of(capability):
-    """The width of vectors, and the compiler's flags. A GPU's code leaves little to the processor, which can be any."""
+    """Returns the width of vectors, and the compiler's flags. A GPU's code runs on any CPU."""
     return INSTRUCTIONS["DEFAULT" if capability.startswith(CUDA) else capability]
 
 
 def flags_of(capability):
-    """What torch.compile's compiler takes, with no instructions but those of the capability. What launches a GPU's kernels
-    need not be fast, and is long."""
+    """Returns the flags of torch.compile's compiler, with only the capability's instructions. Code that launches a
+    GPU's kernels is long and need not be fast, so it is optimized less."""
     processor, optimization = ("DEFAULT", "-O1") if capability.startswith(CUDA) else (capability, "-O3")
     return ["-std=c++20", optimization, "-DNDEBUG", "-g0", "-w", "-fno-trapping-math", "-fno-math-errno", "-ffp-contract=off",
             "-fno-tree-loop-vectorize", "-fopenmp", "-fvisibility=hidden",
@@ -631,7 +630,7 @@ def run(command, directory=None):
 
 
 def first_line(error):
-    """What went wrong; with the operation if TorchScript says which."""
+    """Returns an error's first line, or its cause with the operation if TorchScript names it."""
     lines = (str(error).strip() or type(error).__name__).splitlines()
     for code, marks in zip(lines, lines[1:]):
         if marks.endswith("<--- HERE"):
@@ -641,14 +640,14 @@ def first_line(error):
 
 
 def exported_graph(manifest, name, directory):
-    """A graph for any number of rows where it can be had, else for the batch's own."""
+    """Returns a graph for any number of rows if possible, else for the batch's number."""
     script = pathlib.Path(directory, "trace.pt")
     script.write_bytes(manifest.read(manifest[f"{name}.trace"]))
     if manifest[f"{name}.any_rows"]:
         inputs = Inputs(manifest["model"], manifest[f"{name}.any_rows"])
         try:
             return graph_of(scripted(str(script)), inputs), inputs
-        except Exception as error:  # of whatever part of torch: with a number of rows it says what does not work
+        except Exception as error:  # any of torch's; a fixed number of rows may still work
             print(f"{manifest.folder}: {name} only of {manifest[name + '.batch']}: {first_line(error)}", file=sys.stderr)
             manifest[f"{name}.any_rows"] = ""
     inputs = Inputs(manifest["model"], manifest[f"{name}.batch"])
@@ -656,8 +655,8 @@ def exported_graph(manifest, name, directory):
 
 
 class Code:
-    """The code of a folder's graphs. Libraries are compiled while the next graphs are generated, two at a time: a compiler
-    takes 2 GB. A scope, at whose end no compiler runs. `title`: the folder's name for who waits."""
+    """Generates and compiles the code of a folder's graphs. While the next graph is generated, at most two libraries
+    are compiled, because a compiler takes 2 GB. Leaving the scope waits for the compilers. `title`: for messages."""
 
     def __init__(self, manifest, title, capability, directory, library):
         self.manifest, self.title = manifest, title
@@ -666,7 +665,7 @@ class Code:
         manifest["flags"] = " ".join(flags_of(capability))  # for gradaccum_compile_step of CMake
 
     def add(self, name, exported, gradients, inputs):
-        """Adds a graph, and what the manifest says of it."""
+        """Adds a graph and its values to the manifest."""
         began = time.monotonic()
         moved = moved_buffers(exported, inputs)
         source = self_contained(*generated_source(exported, self.capability), self.capability)
@@ -712,7 +711,7 @@ def add_arguments(parser):
 
 @contextlib.contextmanager
 def failures_told(program, traceback):
-    """Ends with a line for what a user can mend, and for what torch cannot do."""
+    """Prints one line for errors that the user can fix and for torch's limitations, and exits."""
     warnings.filterwarnings("ignore")
     try:
         yield
@@ -742,7 +741,7 @@ def main():
 
 @contextlib.contextmanager
 def directory_to_compile_in():
-    """A temporary directory, in which torch's compiler keeps what it would else keep for ever."""
+    """Gives torch's compiler a temporary cache directory, which would otherwise stay."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     before = os.environ.get(name)
     with tempfile.TemporaryDirectory() as directory:
@@ -756,8 +755,8 @@ def directory_to_compile_in():
 
 
 def capability_of(asked, model):
-    """The processors to compile for: those that were asked for, or those like this one; GPUs like this one for a model on a
-    device."""
+    """Returns the requested CPU capability, or that of this CPU; for a model on a CUDA device the compute capability of
+    this GPU."""
     import torch
     if "] on cuda" in model:
         if not torch.cuda.is_available():
@@ -788,11 +787,11 @@ def compile_steps(arguments):
         for folder, manifest in manifests.items():
             complete(manifest, [part.result() for part in parts[folder]])
     finally:
-        pool.shutdown(cancel_futures=True)  # after a failure no other graph begins
+        pool.shutdown(cancel_futures=True)  # after a failure no further graph is started
 
 
 def manifest_to_compile(folder):
-    """The manifest of a step that this Python's torch can compile."""
+    """Returns the manifest of a step that this Python's torch can compile."""
     manifest = Manifest.of_step(folder)
     try:
         import torch
@@ -806,7 +805,7 @@ def manifest_to_compile(folder):
 
 
 def complete(manifest, parts):
-    """Writes what `compile_graphs` says of all graphs."""
+    """Writes the values and files of all graphs that `compile_graphs` returned."""
     manifest.content["files"] = {}
     for values, files in parts:
         manifest.content["values"].update(values)
@@ -815,16 +814,16 @@ def complete(manifest, parts):
 
 
 def take_settings(settings):
-    """Lets torch choose the kernels for attention that it chose in the program, and deterministic ones if it did there."""
+    """Lets torch choose the same kernels for attention as in the program, and deterministic ones if the program did."""
     import torch
     for name in ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp"):
-        getattr(torch.backends.cuda, f"enable_{name}")(name in settings)  # decides for a CPU, too
-    # An operation without a deterministic kernel is for the program to refuse.
+        getattr(torch.backends.cuda, f"enable_{name}")(name in settings)  # affects CPUs, too
+        # Only warns, because the program itself refuses operations without a deterministic kernel.
     torch.use_deterministic_algorithms("deterministic" in settings, warn_only=True)
 
 
 def compile_graphs(folder, names, capability, library, traceback):
-    """Compiles some graphs of a saved step. Returns what its manifest is to say of them: values and files."""
+    """Compiles some graphs of a saved step. Returns their values and files for the manifest."""
     manifest = Manifest.of_step(folder)
     with failures_told("compile_step", traceback), tempfile.TemporaryDirectory() as directory, Code(
             manifest, folder, capability, directory, library) as code:

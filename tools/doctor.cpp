@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Measures what this machine costs a training program that takes its defaults, and prints for each loss the line of
-// code that mends it (`./bootstrap.sh doctor`; docs/machine.md has the reasons). The program itself keeps these
-// defaults.
+// Measures where LibTorch's defaults make this machine slow, and prints the line of code that fixes each loss
+// (`./bootstrap.sh doctor`; docs/machine.md has the reasons). The program itself keeps these defaults.
 
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/detail/kernels/device_kernels.hpp>
@@ -47,16 +46,16 @@ namespace inner = gradaccum::detail;
 using Work = std::function<void()>;
 
 struct Finding {
-  std::string seen = {};  ///< what was measured, with its figures
-  std::string cure = {};  ///< the line of code to write; empty where nothing is to mend
-  double loss = 1;        ///< how many times slower the machine is than it could be; 1 where no time tells
+  std::string seen = {};  ///< the measurement, with its figures
+  std::string cure = {};  ///< the line of code to write; empty if there is nothing to fix
+  double loss = 1;        ///< how many times slower than with the fix; 1 if not measured by time
 };
 
-/// Seconds that the same work takes as a program finds it, and as it could be.
+/// Seconds that the same work takes with a program's defaults, and with the fix.
 struct Times {
   double as_it_is = HUGE_VAL, at_best = HUGE_VAL;
 
-  /// A loss that is smaller is not worth a line of code.
+  /// Smaller losses are not worth a line of code.
   bool noticeable() const { return as_it_is >= 1.25 * at_best; }
 };
 
@@ -65,7 +64,7 @@ Finding judged(std::string seen, const Times& times, std::string cure) {
   return {std::move(seen), std::move(cure), times.as_it_is / times.at_best};
 }
 
-/// Seconds by this thread's own time, which other programs do not lengthen; of several threads or a GPU, on the wall.
+/// CLOCK_THREAD_CPUTIME_ID excludes other programs; work of several threads or a GPU needs CLOCK_MONOTONIC.
 double seconds_of(const Work& work, clockid_t clock) {
   timespec start{}, end{};
   clock_gettime(clock, &start);
@@ -74,8 +73,8 @@ double seconds_of(const Work& work, clockid_t clock) {
   return static_cast<double>(end.tv_sec - start.tv_sec) + 1e-9 * static_cast<double>(end.tv_nsec - start.tv_nsec);
 }
 
-/// The least time of each, of some tenth of a second in turn: other programs can only add to a time. The first run of
-/// each does not count, because it pays for what is made once.
+/// Alternates both for about a tenth of a second and returns the least time of each, because other programs can only
+/// add to a time. The first run of each is not counted, because it includes initialization.
 Times compare(const Work& as_it_is, const Work& at_best, clockid_t clock = CLOCK_THREAD_CPUTIME_ID) {
   Times least;
   double spent = 0;
@@ -88,12 +87,12 @@ Times compare(const Work& as_it_is, const Work& at_best, clockid_t clock = CLOCK
   return least;
 }
 
-/// Both times in words, such as `{:.1f} ms by one, {:.1f} ms by the other`.
+/// Formats both times, such as `{:.1f} ms by one, {:.1f} ms by the other`.
 std::string in_words(const char* words, const Times& times, double unit = 1e3) {
   return fmt::format(fmt::runtime(words), unit * times.as_it_is, unit * times.at_best);
 }
 
-/// Both rates in words, in billions of operations a second of a product of square matrices.
+/// Formats both rates of a product of square matrices, in billions of operations per second.
 std::string rates(const char* words, const Times& times, std::int64_t size) {
   const double operations = 2e-9 * static_cast<double>(size * size * size);
   return fmt::format(fmt::runtime(words), operations / times.as_it_is, operations / times.at_best);
@@ -101,8 +100,8 @@ std::string rates(const char* words, const Times& times, std::int64_t size) {
 
 at::Tensor halves(at::IntArrayRef shape, at::ScalarType dtype = at::kFloat) { return at::full(shape, 0.5, dtype); }
 
-/// Fills more bytes than glibc keeps by itself, in parts of which it would keep each alone. The parts are no tensors:
-/// small objects beside them could keep memory in place that is handed back the next time.
+/// Fills more bytes than glibc keeps by default, in parts small enough to be kept one by one. The parts are not
+/// tensors, because small objects between them could prevent that memory is returned to the kernel.
 Finding freed_memory() {
   constexpr std::size_t parts = 18, bytes = (72 << 20) / parts;
   const auto allocated = [] {
@@ -119,7 +118,7 @@ Finding freed_memory() {
                 "ga::keep_freed_memory(); first thing in main(): glibc hands freed memory back to the kernel");
 }
 
-/// Touches 32 MiB of new memory, in huge pages if the kernel grants these; false where it does not.
+/// Touches 32 MiB of new memory, in huge pages if requested; returns false if the kernel does not grant these.
 bool touch_new_memory(bool in_huge_pages) {
   constexpr std::size_t page = 4096, huge_page = 2 << 20, bytes = 32 << 20;
   void* const mapped = mmap(nullptr, bytes + huge_page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -149,8 +148,8 @@ Finding huge_pages() {
                 "GLIBC_TUNABLES=glibc.malloc.hugetlb=1 in the environment, THP_MEM_ALLOC_ENABLE=1 before glibc 2.35");
 }
 
-/// MKL asks this function whether to trust the processor. Where it does, MKL gives its best code, and a loss to oneDNN
-/// is not for mkl_on_amd.hpp to mend.
+/// MKL calls this function to decide whether to trust the processor. If it does, MKL runs its best code, and
+/// mkl_on_amd.hpp cannot make it faster.
 bool mkl_trusts_processor() {
   auto* const answer = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "mkl_serv_intel_cpu_true"));
   return answer == nullptr || answer() != 0;
@@ -167,7 +166,7 @@ Finding float32_products() {
 }
 
 Finding bfloat16_products() {
-  constexpr std::int64_t size = 256;  // small, as a processor without the instructions takes 80 times as long
+  constexpr std::int64_t size = 256;  // small, because a CPU without the instructions takes 80 times as long
   const auto x = halves({size, size}), x16 = x.to(at::kBFloat16);
   const auto times = compare([&] { at::mm(x16, x16); }, [&] { at::mm(x, x); });
   return judged(rates("{:.1f} GFLOP/s a thread, {:.1f} in float32", times, size), times,
@@ -176,8 +175,8 @@ Finding bfloat16_products() {
                     : "ga::Autocast autocast(device, at::kBFloat16, /*enabled=*/ga::is_bf16_fast(device));");
 }
 
-/// Multiplies in place and within a cache, since how two tensors lie to each other would make another difference; by 1,
-/// which leaves the numbers as they are.
+/// Multiplies one tensor in place and within the cache, because the relative position of two tensors affects the time.
+/// Multiplying by 1 keeps the numbers.
 Finding denormal_numbers() {
   constexpr std::int64_t number = 1 << 16;
   const auto normal = halves({number}), denormal = at::full_like(normal, 1e-40);
@@ -186,7 +185,7 @@ Finding denormal_numbers() {
                 "at::globalContext().setFlushDenormal(true); first thing in main(): numbers below 1.2e-38 become 0");
 }
 
-/// Trains, because flash attention loses its time in backward.
+/// Includes backward, where flash attention loses its time.
 Finding attention() {
   const auto gradient = halves({4, 8, 64, 32}, at::kBFloat16), x = gradient.clone().requires_grad_();
   const auto attend = [&](bool flash) {
@@ -199,7 +198,7 @@ Finding attention() {
                 "at::globalContext().setSDPUseFlash(false); where all sequences are that short");
 }
 
-/// CPUs by the least quota and period of this process's control groups; infinite where no group has a limit.
+/// Returns the least CPU limit of this process's control groups; infinite if none has a limit.
 double cpus_granted() {
   double least = HUGE_VAL;
   for (auto& group : inner::control_groups(inner::text_of_system_file("/proc/self/cgroup"), "cpu")) {
@@ -219,14 +218,14 @@ std::string counted(int number, const char* noun) {
 
 int cpus_of_machine() { return static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN)); }
 
-/// All CPUs where the machine has more than the set has places.
+/// Returns all CPUs if the machine has more than a cpu_set_t can hold.
 int cpus_by_affinity() {
   cpu_set_t allowed;
   return sched_getaffinity(0, sizeof(allowed), &allowed) == 0 ? CPU_COUNT(&allowed) : cpus_of_machine();
 }
 
-/// Compares so many threads with as many as CPUs, each apart from the other: to change the number takes time. Too many
-/// threads cost small products most, too few large ones.
+/// Compares `threads` with one thread per CPU, in separate runs, because changing the number takes time. Too many
+/// threads slow down small products most, too few slow down large ones.
 Times compare_threads(int threads, int cpus) {
   const auto x = threads > cpus ? halves({128, 128}) : halves({1024, 1024});
   const auto seconds = [&](int number) {
@@ -238,8 +237,8 @@ Times compare_threads(int threads, int cpus) {
   return times;
 }
 
-/// Reports too many threads also where the machine is too busy for a time to tell. Half as many threads as CPUs are
-/// LibTorch's own choice where each core is two CPUs. A limit of 1.5 CPUs lets two threads work.
+/// Reports too many threads even if the machine is too busy to measure it. Half as many threads as CPUs is LibTorch's
+/// default on machines with two CPUs per core. A limit of 1.5 CPUs allows two threads.
 Finding threads(int number) {
   const double granted = std::ceil(cpus_granted());
   const int allowed = cpus_by_affinity(), cpus = granted < allowed ? static_cast<int>(granted) : allowed;
@@ -255,7 +254,7 @@ Finding threads(int number) {
   return judged(seen + in_words(": a product in {:.2f} ms, with as many as CPUs in {:.2f} ms", times), times, cure);
 }
 
-/// Jiffies that the CPUs of this process were busy, and all jiffies, since the machine was started.
+/// Returns the busy jiffies of this process's CPUs, and all jiffies, since the machine was started.
 std::pair<double, double> jiffies() {
   cpu_set_t allowed;
   const bool known = sched_getaffinity(0, sizeof(allowed), &allowed) == 0;
@@ -275,7 +274,7 @@ std::pair<double, double> jiffies() {
   return sum;
 }
 
-/// Threads that share an operation wait for the slowest of them, which other programs may keep from its CPU.
+/// Threads that share an operation wait for the slowest, which other programs may delay.
 Finding other_programs(int number) {
   const auto before = jiffies();
   std::this_thread::sleep_for(std::chrono::milliseconds(500));
@@ -291,7 +290,7 @@ Finding other_programs(int number) {
                       free)};
 }
 
-/// Counts files, as two of one name are two runtimes as well: LibTorch brings a libgomp of its own.
+/// Counts files instead of names: two files of one name are two runtimes, and LibTorch brings its own libgomp.
 Finding openmp() {
   std::string names;
   const auto add = [](dl_phdr_info* library, std::size_t, void* list) {
@@ -312,7 +311,7 @@ Finding device_kernels() {
           "link with gradaccum::compiled, and configure where there is nvcc, of the version of LibTorch's CUDA"};
 }
 
-/// Compares work on a number of rows that is new to the device each time with work on one that it has met.
+/// Compares work on a number of rows that is new to the device each time with work on a repeated one.
 Times compare_new_rows(const std::function<void(std::int64_t)>& work) {
   const c10::impl::VirtualGuardImpl device(at::kCUDA);
   const auto run = [&](std::int64_t rows) {
@@ -359,7 +358,7 @@ std::string verdict(const Finding& finding) {
   return fmt::format("{:.1f} times slower", finding.loss);
 }
 
-/// Prints a finding as soon as it is measured, where this build of LibTorch has the operations that it takes.
+/// Prints a finding as soon as it is measured, or "not measured" if this build of LibTorch lacks an operation.
 void print(const std::string& what, const std::function<Finding()>& look) {
   Finding finding{"not measured"};
   try {
@@ -372,7 +371,7 @@ void print(const std::string& what, const std::function<Finding()>& look) {
 
 }  // namespace
 
-/// Looks at memory first, before other findings have freed any.
+/// Measures memory first, before other measurements have freed any.
 int main() {
   std::cout << described_machine() << '\n' << std::endl;
   const int threads_by_default = at::get_num_threads();

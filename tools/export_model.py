@@ -26,7 +26,7 @@ COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokeni
 
 
 def model_of(arguments):
-    """The model in training mode, with its folder's weights, or with new ones if there is a configuration alone."""
+    """Returns the model in training mode, with the folder's weights, or new ones if it has none."""
     import torch
     import transformers
     transformers.logging.set_verbosity_error()
@@ -59,7 +59,7 @@ def model_of(arguments):
 
 
 def sample_of(model, task, batch, seed=0):
-    """A batch of that shape, of random numbers."""
+    """Returns a batch of that shape with random numbers."""
     import torch
     generator = torch.Generator().manual_seed(seed)
     sizes = [int(size) for size in batch.split("x")] if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", batch) else []
@@ -78,14 +78,14 @@ def sample_of(model, task, batch, seed=0):
     ids[mask == 0] = config.pad_token_id or 0
     if task == "causal-lm":
         return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-    if isinstance(end := config.eos_token_id, int) and end < config.vocab_size:  # some models classify by it: once a row
+    if isinstance(end := config.eos_token_id, int) and end < config.vocab_size:  # some models classify at this token: one per row
         ids[ids == end] = (end + 1) % config.vocab_size
         ids[torch.arange(rows), lengths - 1] = end
     return {"input_ids": ids, "attention_mask": mask, "labels": labels_of(model, rows, generator)}
 
 
 def image_sizes(config, batch):
-    """Channels, height and width of a model's images."""
+    """Returns channels, height and width of a model's images."""
     size = getattr(config, "image_size", None)
     if size is None or not hasattr(config, "num_channels"):
         raise Failure(f"--batch {batch}: the model's config has no size of images: give rows x channels x height x width, "
@@ -94,7 +94,7 @@ def image_sizes(config, batch):
 
 
 def labels_of(model, rows, generator):
-    """Random labels for the loss that transformers chooses: classes, or floating point numbers."""
+    """Returns random labels for the loss that transformers chooses: classes, or floating point numbers."""
     import torch
     config = model.config
     kind = config.problem_type or ("regression" if config.num_labels == 1 else "single_label_classification")
@@ -105,7 +105,7 @@ def labels_of(model, rows, generator):
 
 
 def companions(arguments, model):
-    """Files that from_pretrained reads beside the weights."""
+    """Returns the other files that from_pretrained reads with the weights."""
     source = pathlib.Path(arguments.hugging_face)
     found = {"config.json": model.config.to_json_string(use_diff=True).encode()}
     if source.is_dir():
@@ -134,7 +134,7 @@ def arguments_of_command(given=None):
 
 
 def main(given=None):
-    """Exports as the arguments say: those that are given, or the command line's."""
+    """Exports with the given arguments, or with the command line's."""
     arguments = arguments_of_command(given)
     with compile_step.failures_told("export_model", arguments.traceback):
         try:
@@ -144,7 +144,7 @@ def main(given=None):
             raise Failure(f"{error}: pip install torch transformers") from None
         model, autocast = model_of(arguments)
         files = companions(arguments, model)
-        model.config.use_cache = False  # after that: generating with the weights is to use it
+        model.config.use_cache = False  # the saved configuration keeps it
         gradaccum_export.export(
             model, [sample_of(model, arguments.task, batch) for batch in arguments.batch], None, arguments.output,
             rows="these" if arguments.these_rows else "any", autocast=autocast, files=files,
@@ -153,7 +153,7 @@ def main(given=None):
 
 
 def check_loads(model, arguments):
-    """transformers reads back what was written."""
+    """Checks that transformers reads the weights back."""
     import torch
     back = type(model).from_pretrained(arguments.output).state_dict()
     other = [name for name, value in model.state_dict().items() if name not in back or not torch.equal(back[name], value.cpu())]

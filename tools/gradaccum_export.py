@@ -5,7 +5,7 @@
     loss = lambda output, batch: torch.nn.functional.cross_entropy(output, batch["labels"])
     gradaccum_export.export(module, {"x": images, "labels": labels}, loss, "model")
 
-tools/export_model.py does it for models of Hugging Face's. It needs Python's torch of the version that the C++ program is
+tools/export_model.py exports models of Hugging Face. It needs Python's torch of the version that the C++ program is
 built with, the package safetensors, and a C++ compiler (g++, or $CXX).
 """
 
@@ -70,7 +70,7 @@ def export(module, batches, loss, folder, *, forward=None, items=None, target="l
 
 
 class _Pass(torch.nn.Module):
-    """A pass of a module with its loss, for functional_call: whatever reads the module's tensors gets those given."""
+    """A pass of a module with its loss. functional_call replaces the tensors wherever the pass reads them."""
 
     def __init__(self, exporter, kind):
         super().__init__()
@@ -129,7 +129,7 @@ class _Exporter:
             raise Failure(f"export: the target {self.target!r} must be in the batch, which has {', '.join(batch)}")
 
     def text(self):
-        """A line for each parameter and buffer, as StepModel::text of C++ writes it."""
+        """Returns a line for each parameter and buffer, as StepModel::text of C++ writes it."""
         lines = [f"{name} {layout_of(value)} {'parameter' if value.requires_grad else 'frozen parameter'}\n"
                  for name, value in self.parameters.items()]
         return "".join(lines + [f"{name} {layout_of(value)} buffer\n" for name, value in self.buffers.items()])
@@ -143,7 +143,7 @@ class _Exporter:
 
     @contextlib.contextmanager
     def mode(self, kind):
-        """The module as that kind of pass has it, and then as it was."""
+        """A scope in which the module has the mode of that kind of pass."""
         training = {name: module.training for name, module in self.module.named_modules()}
         if kind != "training":
             self.module.eval()
@@ -156,7 +156,7 @@ class _Exporter:
                 module.training = training[name]
 
     def results(self, kind, batch):
-        """What a pass of that kind gives: loss, output, number of items, where it has them."""
+        """Returns the results of a pass of that kind: loss, output and number of items, if it has them."""
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False):
             with contextlib.nullcontext() if kind == "inference" or self.items else CountedClasses() as counted:
                 output = (self.forward(self.module, batch) if self.forward else
@@ -174,13 +174,13 @@ class _Exporter:
         return (loss, tensor, *([sum(number.to(torch.float64) for number in items) / len(items)] if items else []))
 
     def run(self, kind, state, batch):
-        """A pass with other parameters and buffers. Buffers that the module exchanges for others move, too."""
+        """Runs a pass with the given parameters and buffers, and copies buffers that the module replaced into them."""
         given = {f"module.{name}": value for name, value in state.items()}
         try:
             with torch.set_grad_enabled(kind == "training"), without_checkpoints():
                 results = functional_call(_Pass(self, kind), given, (batch,))
         finally:
-            self.state.restore()  # a module must not find tensors of another trace
+            self.state.restore()  # removes tensors of this trace from the module
         with torch.no_grad():
             for name in self.buffers:
                 if given[f"module.{name}"] is not state[name]:
@@ -188,7 +188,7 @@ class _Exporter:
         return results
 
     def write(self, batches):
-        """Writes a folder beside, which then takes the place of an older one."""
+        """Writes a temporary folder, which then replaces an older one."""
         self.check(batches)
         self.check_folder()
         self.remove_leftovers()
@@ -205,7 +205,7 @@ class _Exporter:
         shutil.rmtree(old, ignore_errors=True)
 
     def remove_leftovers(self):
-        """Removes the folders of exports that were killed."""
+        """Removes the temporary folders of killed exports."""
         for what in ("tmp", "old") if self.folder.exists() else ("tmp",):
             for path in self.folder.parent.glob(f"{glob.escape(self.folder.name)}.{what}-*"):
                 process = path.name.rpartition("-")[2]
@@ -235,7 +235,7 @@ class _Exporter:
         manifest["model"] = self.text()
         manifest["modes"] = f"training; {TORCH_NAMES[self.autocast] if self.autocast else 'no'} autocast"
         manifest["with_weights"] = "".join(f"{name}\n" for name in sorted(self.files))
-        tied = {} if self.files else self.tied()  # Hugging Face's libraries tie, and expect the first names alone
+        tied = {} if self.files else self.tied()  # Hugging Face's libraries expect only the first names
         manifest["tied"] = "".join(f"{name} {first}\n" for name, first in tied.items())
         for name, content in self.files.items():
             manifest.add(name, content)
@@ -259,7 +259,7 @@ class _Exporter:
         manifest.add(name, save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, metadata))
 
     def tied(self):
-        """The further names of saved tensors, each with the first."""
+        """Returns the further names of saved tensors, each with the first name."""
         first = {id(value): name for name, value in {**self.parameters, **self.buffers}.items()}
         both = (*self.module.named_parameters(remove_duplicate=False), *self.module.named_buffers(remove_duplicate=False))
         return {name: first[id(value)] for name, value in both if first[id(value)] != name and name in self.persistent}
@@ -291,7 +291,7 @@ class _Exporter:
             print(f"{self.folder}: {name} not of one row: {problem}")
 
     def repeated(self, kind, batch):
-        """The results of a pass. Refuses one whose second run depends on the first."""
+        """Returns the results of a pass. Fails if its second run depends on the first."""
         before, self.state = self.state, PythonState({})
         try:
             first = self.eager(kind, batch)
@@ -318,25 +318,25 @@ class _Exporter:
             yield
         except Failure:
             raise
-        except Exception as error:  # of any part of torch
+        except Exception as error:  # any of torch's
             raise Failure(f"export: torch cannot compile the {kind} of {texts_of(batch)}: {reason_of(error)}") from error
 
     def graph(self, kind, batch):
-        """The pass as a graph for any number of rows where it can be had, else for the batch's own."""
+        """Returns the pass as a graph for any number of rows if possible, else for the batch's number."""
         count = len(next(iter(batch.values())))
         problem = "" if self.rows == "these" else "a batch of one row shows nothing of others" if count == 1 else None
         if problem is None:
             inputs = self.inputs(kind, batch, any_rows=True)
             try:
                 exported, gradients = graph_of(self.function(kind, batch), inputs)
-                # A branch of the module's on the number of rows is decided by that with which it is traced.
+                # A branch of the module on the number of rows is traced for one number only.
                 problem = next(filter(None, (self.difference(exported, kind, rows_of(batch, rows))
                                              for rows in (count, count - 1) if rows > 1)), None)
                 if not problem:
                     return self.with_own_tensors_alone(exported), gradients, inputs, True
             except Failure:
                 raise
-            except Exception as error:  # of whatever part of torch: with a number of rows it says what does not work
+            except Exception as error:  # any of torch's; a fixed number of rows may still work
                 problem = first_line(error)
         inputs = self.inputs(kind, batch, any_rows=False)
         exported, gradients = graph_of(self.function(kind, batch), inputs)
@@ -359,12 +359,12 @@ class _Exporter:
         return inputs
 
     def function(self, kind, batch):
-        """The pass as a function of parameters, buffers and the batch's tensors."""
+        """Returns the pass as a function of parameters, buffers and the batch's tensors."""
         names = [*self.parameters, *self.buffers]
         return lambda *values: self.run(kind, dict(zip(names, values)), dict(zip(batch, values[len(names):])))
 
     def difference(self, exported, kind, batch):
-        """What a graph computes of a batch otherwise than the module, or why the module cannot; empty if nothing."""
+        """Returns how a graph's results differ from the module's, or why the module fails; empty if they are equal."""
         tensors = [value.detach().clone() for value in (*self.parameters.values(), *self.buffers.values())]
         try:
             wanted = self.eager(kind, batch)
@@ -380,8 +380,8 @@ class _Exporter:
         return self.autocast in HALF or any(value.dtype in HALF for value in self.parameters.values())
 
     def sample(self, name, kind, batch):
-        """A batch, and what eager PyTorch computes of it: numbers that stand for the loss, the output, each gradient, and
-        each buffer. In 16 bits, those of float32, too."""
+        """Returns a batch and eager PyTorch's results of it as summaries: the loss, the output, each gradient and each
+        buffer. In 16 bits, adds the results of float32."""
         found = {f"{name}.batch.{key}": value for key, value in batch.items()}
         found.update({f"{name}.wanted.{key}": value for key, value in self.eager(kind, batch).items()})
         if self.in_16_bits():
@@ -394,7 +394,7 @@ class _Exporter:
         return found
 
     def eager(self, kind, batch):
-        """The results of a pass as summaries: of all that a graph gives, in that order, and of the buffers."""
+        """Returns summaries of a pass's results, in the order of a graph's outputs, and of the buffers."""
         state = {name: value.detach().clone().requires_grad_(value.requires_grad)
                  for name, value in {**self.parameters, **self.buffers}.items()}
         with seeded():
@@ -410,7 +410,7 @@ class _Exporter:
 
 
 class CountedClasses(TorchDispatchMode):
-    """A scope that counts the labels of each mean of cross_entropy and nll_loss as the mean does."""
+    """A scope that counts the labels of each mean of cross_entropy and nll_loss, with their weights."""
 
     def __init__(self):
         super().__init__()
@@ -428,7 +428,7 @@ class CountedClasses(TorchDispatchMode):
 
 @contextlib.contextmanager
 def without_checkpoints():
-    """Checkpoints only call their functions: in backward the module has its own tensors again, and not the given ones."""
+    """Makes checkpoints only call their functions. Recomputing in backward would read the module's own tensors."""
     once = {"CheckpointFunction": mock.Mock(apply=lambda function, _, *arguments: function(*arguments))}
     for name in ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl"):
         if hasattr(torch.utils.checkpoint, name):
@@ -439,7 +439,7 @@ def without_checkpoints():
 
 @contextlib.contextmanager
 def seeded():
-    """Random numbers from one beginning, and then as before."""
+    """A scope with seeded generators of random numbers, which are restored at its end."""
     generators = (torch.default_generator, *torch.cuda.default_generators)
     states = [generator.get_state() for generator in generators]
     for generator in generators:
@@ -457,7 +457,7 @@ def is_running(process):
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # it is another user's
+        pass  # another user's process
     return True
 
 
@@ -480,7 +480,7 @@ def texts_of(batch):
 
 
 def tensor_of_output(output):
-    """The output of a module that is compared with a target."""
+    """Returns the part of a module's output that is compared with a target."""
     first = output[0] if isinstance(output, (tuple, list)) and output else output
     for tensor in (part_of(output, "logits"), first):
         if isinstance(tensor, torch.Tensor):
@@ -490,7 +490,7 @@ def tensor_of_output(output):
 
 
 def part_of(output, name):
-    """An attribute of an output, or a dict's value; None if there is none."""
+    """Returns an attribute of an output, or a dict's value; None if there is none."""
     return output.get(name) if isinstance(output, dict) else getattr(output, name, None)
 
 
@@ -505,8 +505,8 @@ def text_of(value):
 
 
 def difference_of(wanted, got, tolerance):
-    """A result in both that differs by more than rounding; empty if none does."""
-    # A gradient that is 0 in exact arithmetic, as that of the bias of attention's keys, is rounding of the others.
+    """Returns the first result that differs by more than rounding; empty if none does."""
+    # A gradient that is exactly 0 in theory, such as that of attention's key bias, has the others' rounding errors.
     rounding = tolerance * math.hypot(*(value[-1] for name, value in wanted.items() if name.startswith("gradient.")))
     rounding = rounding if math.isfinite(rounding) else 0
     for name in (name for name in wanted if name in got):
@@ -517,9 +517,9 @@ def difference_of(wanted, got, tolerance):
 
 
 def reason_of(error):
-    """Why torch cannot compile a pass, with the line of the module's if it is in one."""
+    """Returns why torch cannot compile a pass, and the line in the module if the error comes from there."""
     frames, ours = traceback.extract_tb(error.__traceback__), (os.path.dirname(__file__), os.path.dirname(torch.__file__))
-    in_module = any(frame.name == "results" for frame in frames)  # else in torch's compiler
+    in_module = any(frame.name == "results" for frame in frames)  # otherwise in torch's compiler
     line = next((f", in {frame.filename}:{frame.lineno}" for frame in reversed(frames)
                  if in_module and not frame.filename.startswith(ours)), "")
     depends = re.search(r"data.?dependent|Dynamic\w*Exception", f"{type(error).__name__}: {error}", re.IGNORECASE)
@@ -528,7 +528,7 @@ def reason_of(error):
 
 
 def summary_of(tensor):
-    """Up to 64 elements, evenly spaced, and the norm: summary_of in C++ computes the same."""
+    """Returns up to 64 evenly spaced elements, and the norm; summary_of in C++ computes the same."""
     flat = tensor.detach().reshape(-1).double()
     count = min(64, len(flat))
     at = torch.arange(count, device=flat.device) * (len(flat) - 1) // max(count - 1, 1)

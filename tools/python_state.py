@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values that modules and functions have in Python, and not in the tensors that compiled code takes."""
+"""Finds values that modules and functions keep in Python objects, outside the tensors that compiled code reads."""
 
 import collections
 import functools
@@ -11,15 +11,15 @@ import types
 import torch
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-HOLDERS = (dict, list, collections.deque, set, types.CellType)  # they can hold other objects later
+HOLDERS = (dict, list, collections.deque, set, types.CellType)  # containers whose content can change
 
 
 class PythonState:
-    """Attributes and variables of closures, down through lists, dictionaries, sets, arrays and objects, and the states of
-    generators of random numbers. Not globals, and not attributes of classes."""
+    """Attributes, variables of closures and states of random generators, including those inside lists, dictionaries,
+    sets, arrays and objects. Excludes globals and attributes of classes."""
 
     def __init__(self, roots, but=()):
-        """`roots`: modules and functions by name. `but`: tensors that do not belong to it."""
+        """`roots`: modules and functions by name. `but`: tensors to leave out."""
         self.kept, self.values, seen = [], collections.defaultdict(list), set(map(id, but))
         todo = collections.deque(roots.items())
         while todo:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 WIDTH, LAYERS, ROWS = 1024, 8, 32
-WINDOWS = 4  # one after another, as in ours, between two moments at which ranks meet
+WINDOWS = 4  # consecutive ones, as in ours, between two barriers
 
 
 def sent_bytes():
@@ -37,7 +37,7 @@ def window(model, optimizer, inputs):
 
 
 def ways(optimizer):
-    """By name: whether gradients are views of the buckets, and what makes the optimizer."""
+    """Returns by name whether gradients are views of the buckets, and how to make the optimizer."""
     if optimizer == "adamw":
         return {
             "Python DDP with no_sync, AdamW": (True, lambda p: torch.optim.AdamW(p, lr=1e-3)),
@@ -85,7 +85,7 @@ def main():
             for _ in range(WINDOWS):
                 window(model, optimizer, inputs)
             dist.barrier()
-            if repeat >= 2:  # DDP arranges its buckets anew after the first
+            if repeat >= 2:  # DDP rearranges its buckets after the first
                 times.append((time.perf_counter() - start) / WINDOWS)
                 volumes.append((sent_bytes() - before) / WINDOWS)
     if rank == 0:

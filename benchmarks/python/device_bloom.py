@@ -18,7 +18,7 @@ PADDING, LONGEST, MULTIPLE, TOGETHER = 3, 1024, 64, 32
 
 
 def batches_of(arguments):
-    """Batches on the device, in a random order, each with the number of its tokens that are no padding."""
+    """Makes batches on the device, in a random order, each with its number of tokens without padding."""
     generator = torch.Generator().manual_seed(3)
     lengths = torch.exp(5.495 + 0.6465 * torch.randn(arguments.reviews, generator=generator)).round().clamp(10, LONGEST).long()
     batches = []
@@ -58,7 +58,7 @@ class Training:
         self.optimizer.zero_grad(set_to_none=True)
 
     def prepare(self, batches):
-        """Meets each length once. Returns the seconds that it took."""
+        """Trains each length once. Returns the seconds that it took."""
         start = time.monotonic()
         for ids, mask, labels, _ in {batch[0].shape: batch for batch in batches}.values():
             self.update(ids, mask, labels)
@@ -66,7 +66,7 @@ class Training:
         return time.monotonic() - start
 
     def train_for(self, seconds, batches):
-        """Returns reviews and tokens a second."""
+        """Returns reviews and tokens per second."""
         start, reviews, tokens = time.monotonic(), 0, 0
         while True:
             for ids, mask, labels, true_tokens in batches:

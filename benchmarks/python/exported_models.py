@@ -30,7 +30,7 @@ CONFIGS = {  # and the shape of a batch
 
 
 def exported(name, folder):
-    """Exports the model, if it is not there. Returns Python's, with a batch."""
+    """Exports the model unless its folder exists. Returns Python's model with a batch."""
     config, task, shape = CONFIGS[name]
     config.to_json_file(folder / f"{name}.json", use_diff=True)
     given = ["--hugging-face", str(folder / f"{name}.json"), "--task", task, "--batch", shape, "--passes", "training",

@@ -24,7 +24,7 @@ def read(directory, name, header):
 
 def load_split(directory, prefix):
     images = read(directory, f"{prefix}-images-idx3-ubyte", 16).view(-1, 1, 28, 28).float().div_(255)
-    images.sub_(0.2860).div_(0.3530)  # once: to Python's advantage over what its tutorials do
+    images.sub_(0.2860).div_(0.3530)  # once, which is faster than in Python's tutorials
     return images, read(directory, f"{prefix}-labels-idx1-ubyte", 8).long()
 
 

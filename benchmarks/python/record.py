@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scripts here share: their options, and how they hand a result on."""
+"""Shared by the scripts here: their options, and how they report a result."""
 
 import argparse
 import json

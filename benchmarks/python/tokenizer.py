@@ -26,7 +26,7 @@ LENGTH, TEXTS, VOCABULARY, REPEATS = 1300, 2500, 30_000, 7
 
 
 def documentation():
-    """The texts of the packages' documentation, as much as is needed."""
+    """Collects texts of the packages' documentation, up to the needed number."""
     documented, size = (ast.Module, ast.ClassDef, ast.FunctionDef), 0
     paths = (path for package in (numpy, torch) for path in sorted(pathlib.Path(package.__file__).parent.rglob("*.py")))
     for path in (path for path in paths if "tests" not in path.parts):
@@ -46,7 +46,7 @@ def make(folder):
 
 
 def checksum(encodings):
-    """As in tokenizer.cpp."""
+    """Returns the checksum of tokenizer.cpp."""
     value = 0xCBF29CE484222325
     for encoding in encodings:
         for number in [*encoding.ids, 0xFFFFFFFF]:
@@ -63,8 +63,8 @@ def main():
     for name in ("encode_batch", "encode_batch_fast"):
         times = []
         for _ in range(1 + REPEATS):
-            tokenizer = Tokenizer.from_file(str(arguments.folder / "tokenizer.json"))  # has met no word yet
-            encodings = None  # freeing them is not part of it
+            tokenizer = Tokenizer.from_file(str(arguments.folder / "tokenizer.json"))  # with an empty cache
+            encodings = None  # freed before the time is measured
             start = time.perf_counter()
             encodings = getattr(tokenizer, name)(texts)
             times.append(time.perf_counter() - start)

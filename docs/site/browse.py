@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opens every page of the site in a headless Chromium, as a reader would: docs/site/browse.py FOLDER.
 
-No page may have an error, ask anything of another host, or be wider than a phone; search finds what is there, from a
-server and from the disk; every figure is drawn. Speaks to Chromium by a pipe, with nothing but Python. Where there is no
-Chromium it says so, and that is no error.
+Fails if a page has an error, requests anything from another host or is wider than a phone, if search does not find its
+examples, from a server or from the disk, or if a figure is not drawn. Controls Chromium through a pipe, with Python's
+standard library only. Without Chromium it prints that it checked nothing, and succeeds.
 """
 
 import argparse
@@ -31,12 +31,12 @@ SHOWN = ["index", "guides", "first_program", "gradient_accumulation", "from_pyth
 
 
 class Chromium:
-    """One tab of a browser, by the DevTools protocol."""
+    """Controls one tab of a browser by the DevTools protocol."""
 
     def __init__(self, program, profile):
         command_in, self.commands = os.pipe()
         self.answers, answer_out = os.pipe()
-        ours = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (command_in, answer_out)]  # clear of 3 and 4
+        ours = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (command_in, answer_out)]  # not 3 or 4
         self.process = subprocess.Popen(
             ["bash", "-c", f'exec "$@" 3<&{ours[0]} 4>&{ours[1]}', "bash", program, "--headless=new", "--no-sandbox",
              "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe", f"--user-data-dir={profile}",
@@ -93,7 +93,7 @@ class Chromium:
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
 
     def errors(self, base):
-        """What went wrong since `open`, and what was asked of others than `base`."""
+        """Yields the page's errors since `open`, and its requests to hosts other than `base`."""
         for event in self.events:
             said = event.get("params", {})
             if event.get("method") == "Runtime.exceptionThrown":
@@ -132,7 +132,7 @@ def served(folder):
 
 
 def search(chromium, words):
-    """What the site's own search answers, as a reader types it."""
+    """Types `words` into the site's search and returns the results."""
     return chromium.value(f"""new Promise(done => {{
       document.querySelector('[data-md-toggle=search]').click();
       const field = document.querySelector('.md-search__input');

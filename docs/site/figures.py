@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bars from what the benchmarks have measured, and from the guides' own tables: HTML that a phone can read."""
+"""Draws bar charts in HTML from results of the benchmarks and from tables of the guides, readable on a phone."""
 
 import html
 import json
 import re
 
-# Tables of guides that are drawn: the page, the heading and which table below it, a title, the columns of labels and of
-# numbers, their unit, what stands beside, and on what machine by which command it was measured.
+# Tables of guides that are drawn: the page, the heading, the table's index below it, a title, the columns of labels and
+# of numbers, their unit, further columns shown after the number, and the machine and command that measured them.
 TABLES = [
     ("costs.md", "What it costs, and what it gains", 0, "AdamW for 27 M parameters: times of others, ours is 1", "AdamW", "27 M", "x ours",
      [], "two cores with AVX-512, ./bootstrap.sh bench (adamw_step, amp_tail)"),
@@ -22,7 +22,7 @@ TABLES = [
 
 
 def bars(title, rows, caption, kind):
-    """`rows`: label, number, its text, what stands beside, and a class: ours, peer or bound."""
+    """Draws `rows`: label, number, its text, a note, and the class ours, peer or bound."""
     most = max(number for _, number, _, _, _ in rows)
     lines = [f'<figure class="bars" data-kind="{kind}">', f"<figcaption>{html.escape(title)}</figcaption>"]
     for label, number, text, beside, who in rows:
@@ -43,7 +43,7 @@ def seconds_text(seconds):
 
 
 def measured(lines):
-    """Runs of `./bootstrap.sh bench --json`: what the line of a run says of the lines behind it, and their contests."""
+    """Returns the runs of `./bootstrap.sh bench --json`: the line that describes a run, and the benchmarks after it."""
     runs = []
     for number, line in enumerate(lines, 1):
         try:
@@ -62,7 +62,7 @@ def measured(lines):
 
 
 def contest(title, machine, rows, run):
-    """Times of one benchmark: the first is ours; a bound is what nobody can beat."""
+    """Draws the times of one benchmark: ours is the first; a bound is a lower limit of the time."""
     drawn = []
     for place, row in enumerate(rows):
         time = row.get("median_s", row.get("step_s"))
@@ -90,7 +90,7 @@ def table_rows(text, heading, place):
 
 
 def who_is(label, before):
-    """Ours or a peer's; "the same in bfloat16" is of whom the row before it is."""
+    """Returns whether a row is ours or a peer's; "the same in bfloat16" belongs to the row before it."""
     if label.startswith("the same"):
         return before
     return "peer" if re.match(r"LibTorch|Python|plain loop|step, against|unscale|…", label) else "ours"
@@ -100,7 +100,7 @@ def stated(text, heading, place, title, names, column, unit, beside, caption):
     drawn, who = [("ga::optim::AdamW", 1.0, "1", "", "ours")] if unit == "x ours" else [], "ours"
     for row in table_rows(text, heading, place):
         label, value = row[names].replace("`", ""), row[column]
-        if value.endswith("%") and unit == "x ours":  # a share of what nobody can beat
+        if value.endswith("%") and unit == "x ours":  # a lower limit of the time, in percent of ours
             drawn.append((label, float(value.split()[0]) / 100, f"{value}", "a bound", "bound"))
             continue
         who = who_is(label, who)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the public headers declare, with their documentation comments: no compiler, no LibTorch, under a second.
+"""Reads the public headers' declarations and documentation comments, without a compiler or LibTorch, in under a second.
 
-The headers keep to one style, which a test compiles; so a reader of a few rules is enough, and it fails loudly on what
-it does not know. Doxygen gave neither the samples as code nor pages in the site's own look, and CI may not have it.
+A test compiles the headers, and they keep to one style, so a few rules are enough; the reader fails on input that it
+does not know. Doxygen shows samples as prose and pages in its own style, and may not be installed on the CI machine.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ ACCESS = re.compile(r"\s*(public|protected|private)\s*:(?!:)")
 
 @dataclasses.dataclass
 class Name:
-    """One declaration: of a namespace, or of a class."""
+    """One declaration in a namespace or a class."""
 
     kind: str  # record, enum, enumerator, concept, alias, function, field, friend
     name: str
@@ -48,7 +48,7 @@ class Name:
 
 
 def without_angles(text):
-    """Of templates' arguments only their brackets are left: `std::vector<>`."""
+    """Removes the arguments of templates and keeps their brackets: `std::vector<>`."""
     text = re.sub(r"operator\s*(<<|<=>|<=|>=|->|<|>)", lambda m: "operator" + "@" * len(m[1]), text).replace("->", "@@")
     before = None
     while before != text:
@@ -57,7 +57,7 @@ def without_angles(text):
 
 
 def without_template(top):
-    """The declaration behind `template <…>`, and behind what it requires."""
+    """Removes `template <…>` and its requires-clause."""
     top = without_angles(top).strip()
     top = re.sub(r"^(template\s*<>\s*)+", "", top)
     return re.sub(r"^requires\s*(\(\)\s*)+({}\s*)?|^requires requires\s*\(\)\s*{}\s*", "", top)
@@ -73,7 +73,7 @@ class Reader:
         return self.source.count("\n", 0, place) + 1
 
     def group(self):
-        """The text up to the bracket that closes the one just read."""
+        """Returns the text up to the bracket that closes the last opened one."""
         depth, text = 1, ""
         while depth:
             kind, value, _ = self.tokens[self.at]
@@ -147,7 +147,7 @@ class Reader:
 
     @staticmethod
     def is_initialiser(plain):
-        """A brace that is no body: of a value, of a member in a constructor's list, of what is required."""
+        """Returns whether a brace opens an initializer or a requires-expression, not a function's body."""
         if re.search(r"\brequires\s*(\(\))?\s*$", plain):
             return True
         if re.search(r"(?<![=!<>@])=(?!=)", re.sub(r"operator\s*\S+\s*\(\)", "", plain)):
@@ -209,7 +209,7 @@ class Reader:
 
     @property
     def is_definition(self):
-        """The record whose end was just read had a body."""
+        """Whether the record that was just read had a body."""
         back = self.at - 2
         while back >= 0 and self.tokens[back][0] in ("other", "skip", "doc", "trailing", "directive"):
             if self.tokens[back][1].strip() and self.tokens[back][0] == "other":
@@ -223,7 +223,7 @@ def record_name(plain):
 
 
 def without_list(text):
-    """A constructor without what it sets first: `: a_(a), b_(b)`."""
+    """Removes a constructor's member initializers: `: a_(a), b_(b)`."""
     depth = 0
     for place, letter in enumerate(text):
         depth += (letter in "({[") - (letter in ")}]")
@@ -234,7 +234,7 @@ def without_list(text):
 
 
 def inherit(names):
-    """Overloads that follow a documented one share its comment; a member list keeps to what is public."""
+    """Marks overloads that share the comment of a documented one before them."""
     for before, name in zip([None, *names], names):
         name.shared = bool(before and not name.doc and name.kind == before.kind == "function" and
                            name.name == before.name and (before.doc or before.shared))
@@ -243,7 +243,7 @@ def inherit(names):
 
 
 def read(include):
-    """The public names of all headers, by header, `gradaccum/gradients.hpp`; those of detail/ by the header that has it."""
+    """Returns the public names by header; the header of a name in detail/ is the first public one that includes it."""
     found = {}
     for path in sorted(include.glob("gradaccum/**/*.hpp"), key=lambda path: "detail" in path.parts):
         header = path.relative_to(include).as_posix()
@@ -270,7 +270,7 @@ def documents(doc, name):
 
 
 def undocumented(found):
-    """What has to be documented and is not, a sentence each: names of namespaces, options' fields, enumerators."""
+    """Yields a sentence for each undocumented name of a namespace, field of options, and enumerator."""
     for names in found.values():
         for name in names:
             where = f"include/{name.header}:{name.line}: {name.full}"
@@ -283,7 +283,7 @@ def undocumented(found):
 
 
 def errors(include):
-    """Messages of errors by the class that they begin with; what is put in when they are thrown is `…`."""
+    """Returns error messages by the class that they begin with; `…` stands for text inserted at run time."""
     found = {}
     for path in sorted([*include.glob("gradaccum/**/*.hpp"), *include.glob("gradaccum/**/*.ipp")]):
         text = path.read_text()
@@ -296,7 +296,7 @@ def errors(include):
 
 
 def arguments(text, at):
-    """What stands between brackets, split at commas."""
+    """Splits the text up to the closing bracket at its commas."""
     depth, parts, start = 1, [], at
     for token in TOKEN.finditer(text, at):
         depth += (token.lastgroup == "open") - (token.lastgroup == "close")

@@ -20,7 +20,7 @@ All classes of options, with their members in the order that C++ wants them in: 
 `ga::SaveState{.keep_best = 1, .every_updates = 10}` is an error, since `every_updates` comes first. The headers say more; this page is made
 from them by `docs/site/options.py`.
 """
-# A policy's own are pointers, and what comes behind them or behind this.
+# A policy's options end before its first pointer, and every struct's before the first field whose comment says this.
 NO_OPTION = "not an option"
 POINTER = re.compile(r"^(const )?[\w:]+\* |_ptr<")
 
@@ -34,7 +34,7 @@ def is_options(header, record):
 
 
 def options(record):
-    """Name, default, type and comment of each option."""
+    """Yields name, default, type and comment of each option."""
     for member in record.members:
         comment = " ".join(line.strip() for line in member.doc).strip()
         if member.kind != "field" or member.access != "public" or member.text.startswith("static"):
@@ -54,7 +54,7 @@ def row(name, default, kind, comment):
 
 
 def title(record, names):
-    """A template is known by its aliases."""
+    """Returns a class's name, or the names of a template's aliases."""
     aliases = [name.full for name in names if name.kind == "alias" and f"{record.name}<" in name.text]
     return ", ".join(aliases) or record.full
 

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the site's pages from docs/*.md, the headers and the benchmarks' results: docs/site/pages.py FOLDER.
 
-The Markdown in docs/ is what a repository's viewer shows; here its links are turned to the site's, names of the library
-become links to the reference, and what is generated is added. Wants nothing but Python. Dead links, guides that are in
-no list, and public names without documentation end it with a sentence each.
+Links in docs/, which lead to files of the repository, are changed to pages of the site, names of the library become
+links to the reference, and generated pages are added. Needs Python's standard library only. Fails with a sentence for
+each dead link, guide without an entry in docs/README.md, and public name without documentation.
 """
 
 import json
@@ -26,7 +26,7 @@ CODE = re.compile(r"(`+)[^`].*?\1", re.DOTALL)
 
 
 def sources():
-    """Where a page comes from, and where it goes to."""
+    """Returns each page's source, and its path in the site."""
     found = {"README.md": "index.md", "docs/README.md": "guides.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
     found |= {f"docs/{path.name}": path.name for path in DOCS.glob("*.md") if path.name != "README.md"}
     found |= {f"examples/{path.parent.name}/README.md": f"examples/{path.parent.name}.md" for path in ROOT.glob("examples/*/README.md")}
@@ -34,7 +34,7 @@ def sources():
 
 
 def outside_code(text, change, pattern=FENCE):
-    """`change` of all that is not in a fenced block (or in a span of code)."""
+    """Applies `change` to the text outside fenced blocks (or outside spans of code)."""
     parts, end = [], 0
     for block in pattern.finditer(text):
         parts += [change(text[end : block.start()]), block[0]]
@@ -51,7 +51,7 @@ class Problems(list):
 
 
 def turn_links(text, source, page, pages, problems):
-    """Relative links of a repository's viewer as the site's own; of files that are no pages only the text stays."""
+    """Changes a repository's relative links to the site's; a link to a file that is no page becomes its text."""
 
     def turn(match):
         bang, words, target = match.groups()
@@ -72,7 +72,7 @@ def turn_links(text, source, page, pages, problems):
 
 
 class Names:
-    """Links from spans of code to the reference: the first of each name in a section."""
+    """Links spans of code to the reference: the first of each name in a section."""
 
     def __init__(self, found):
         self.where = {}
@@ -116,7 +116,7 @@ class Names:
 
 
 def clickable(svg, page):
-    """The picture of the house in the page itself, with modules that lead to the reference."""
+    """Embeds the diagram of the modules in the page and links each module to the reference."""
     svg = re.sub(r"^([.\w][^{\n]*){", r".house \1{", svg, flags=re.MULTILINE)
     module = re.compile(r'(<rect class="(?:module|on)"[^>]*/>\n<text class="name"[^>]*>(\w+)</text>\n(?:<text class="what".*</text>\n)*)')
     target = os.path.relpath("reference/index.html", os.path.dirname(page) or ".")
@@ -124,7 +124,7 @@ def clickable(svg, page):
 
 
 def navigation(listed, found, modules, pages):
-    """Guides as docs/README.md lists them; the reference by modules."""
+    """Returns the site's navigation: guides as docs/README.md lists them, the reference by modules."""
     nav = [{"Home": "index.md"}]
     for title, entries in listed.items():
         nav.append({title: [{words: pages[f"docs/{path}"]} for words, path in entries]})
@@ -140,7 +140,7 @@ def navigation(listed, found, modules, pages):
 
 
 def guides(problems):
-    """The sections of docs/README.md, and their guides in order; each guide is in one."""
+    """Returns the guides by section of docs/README.md; each guide must be listed once."""
     listed, title = {}, None
     for line in (DOCS / "README.md").read_text().splitlines():
         heading, entry = re.match(r"## (.+)", line), re.match(r"\d+\. \[([^\]]+)\]\((\w+\.md)\)", line)
@@ -155,8 +155,8 @@ def guides(problems):
 
 
 def settings_of(page, listed):
-    """A search shows guides first, and lists of everything last; a page with wide pictures or programs has the room of its
-    table of contents."""
+    """Returns a page's settings: search ranks guides first and complete lists last; pages with wide content hide their
+    table of contents, to use its room."""
     guides = {name for entries in listed.values() for _, name in entries} - {"options.md"}
     boost = 2 if page in guides else 0.5 if page in ("options.md", "changelog.md") or page.startswith("index/") else 1
     return f"search: {{boost: {boost}}}\n" + ("hide: [toc]\n" if page in ("index.md", "figures.md", "architecture.md") else "")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of the API reference and its indices, from what headers.py has read."""
+"""Makes the pages of the API reference and its indices from the declarations that headers.py has read."""
 
 import os
 import re
 
-SAMPLE_INDENT = re.compile(r" +\S")  # behind an empty line; lists have none before what goes on
+SAMPLE_INDENT = re.compile(r" +\S")  # after an empty line; a list item continues without one
 HIDDEN = re.compile(r"= delete$|\boperator=\(|^using ModuleHolder|^static constexpr (const char\*|std::string_view) name")
-# Without a comment these are what LibTorch, iterators, states or the Trainer ask for.
+# Names that need no comment, because LibTorch, iterators, saved states or the Trainer prescribe them.
 UNDOCUMENTED = re.compile(r"\boverride$|^using .*::\w+$|^using \w+(_type|_category) |^using (pointer|reference) |\bstate\(Archive|\bvoid check\w*\(")
 HOOK = re.compile(r"\b(attach|\w+_scope|(before|after|on)_\w+|at_boundary|scale_gradients)\(")
 INTERNAL = {"Accumulator": ("NamedWindow", "named_window", "others_continue"),
@@ -17,12 +17,12 @@ BASES = re.compile(r"\s*:\s*((?:public|private|protected)?\s*[\w:]+(?:<[^{]*>)?(
 
 
 def page_of(header):
-    """gradaccum/data/length_buckets.hpp is documented in reference/data/length_buckets.md."""
+    """Returns the page of a header: reference/data/length_buckets.md for gradaccum/data/length_buckets.hpp."""
     return "reference/" + header.removeprefix("gradaccum/").removesuffix(".hpp") + ".md"
 
 
 def title_of(header, names):
-    """The name that its file is called by, or else the file's."""
+    """Returns the name that the header is called after, else all names if they are few, else the header's name."""
     stem = header.rsplit("/", 1)[-1].removesuffix(".hpp").replace("_", "")
     named = [name.name for name in names if name.name.lower() == stem and name.space]
     shown = [name.name for name in names if name.doc and name.space and name.kind in ("record", "function")]
@@ -37,7 +37,7 @@ def stem_of(header):
 
 
 def markdown(doc):
-    """A documentation comment as Markdown: its indented lines are code, its `@note` a box."""
+    """Converts a documentation comment to Markdown: indented lines become code, `@note` a box."""
     lines, code, note, blank = [], False, False, True
     for line in doc:
         if SAMPLE_INDENT.match(line) and (blank or code):
@@ -63,7 +63,7 @@ def markdown(doc):
 
 
 def dedented(lines):
-    """Code begins at the left margin; blank lines at the end of it go."""
+    """Moves code to the left margin and removes blank lines at its end."""
     text, block = [], None
     for line in lines:
         if line == "```cpp":
@@ -82,7 +82,7 @@ def dedented(lines):
 
 
 def depths(text):
-    """How many brackets are open before each character; `<` is one where a template has arguments."""
+    """Returns how many brackets are open before each character; `<` counts if it opens a template's arguments."""
     open_brackets, found = "", []
     for place, letter in enumerate(text):
         found.append(len(open_brackets))
@@ -94,8 +94,8 @@ def depths(text):
 
 
 def wrapped(text, width=96):
-    """A declaration on lines that a page has room for: its template and what that requires, then the rest, cut where the
-    fewest brackets are open."""
+    """Wraps a declaration to the width of a page: first the template and its requires-clause, then the rest, cut where
+    the fewest brackets are open."""
     text = re.sub(r"\( (?=\w)", "(", text)
     depth = depths(text)
     ends = [m.end() for m in re.finditer(r"> (?=[a-z\[~A-Z])|\) (?=\w)", text) if depth[m.end() - 1] == 0]
@@ -134,7 +134,7 @@ def cell(text):
 
 
 def field_parts(member):
-    """Its names, its type and what it is by default."""
+    """Returns a field's names, type and default."""
     text = re.sub(r"\bCount\b", "std::int64_t", member.text)
     match = re.match(r"(.*?)\b(\w+(?:\s*(?:=\s*[^,=]+)?,\s*\w+)*)\s*(=\s*.+|\{.*\})?$", text)
     start = re.search(r"\b%s\b\s*(=|\{|,|$|\[)" % re.escape(first_name(member)), text)
@@ -151,7 +151,7 @@ def first_name(member):
 
 
 def fields_table(fields):
-    """Two columns, which a phone has room for: the field with its type and what it is by default; what it means."""
+    """Makes a table of two columns, narrow enough for a phone: the field with type and default, and its comment."""
     rows = ['<div class="fields" markdown>', "", "| field | |", "|---|---|"]
     for member in fields:
         names, kind, default = field_parts(member)
@@ -162,12 +162,12 @@ def fields_table(fields):
 
 
 def code(declarations):
-    """Nobody copies a declaration: it has no button for that."""
+    """Formats declarations without a copy button, since they are not meant to be copied."""
     return "``` { .cpp .no-copy }\n" + "\n".join(declarations) + "\n```"
 
 
 def is_internal(owner, member, of_policy):
-    """Public for other parts of the library alone."""
+    """Returns whether a member is for other parts of the library only."""
     if member.access != "public" or HIDDEN.search(member.text) or member.name.startswith("~"):
         return True
     if member.name in INTERNAL.get(owner.name, ()):
@@ -176,16 +176,16 @@ def is_internal(owner, member, of_policy):
 
 
 def stale(found):
-    """Names in INTERNAL that no header has any more."""
+    """Returns an error for each name in INTERNAL that no header has."""
     there = {(name.name, member.name) for names in found.values() for name in names for member in name.members}
     return [f"docs/site/reference.py: INTERNAL names {owner}::{member}, which no header has"
             for owner, names in INTERNAL.items() for member in names if (owner, member) not in there]
 
 
 def members(name, of_policy=False, level=3):
-    """Public members in their order: fields as tables, functions with a heading, their code and what is said of them.
+    """Lists public members in their order: fields as tables, functions with a heading, declaration and comment.
 
-    A policy is a plain struct: what its users have no business with is public, too, and says so or says nothing.
+    A policy is a plain struct, so its internal members are public, too. They have no comment or one that says so.
     """
     shown, fields, calls, said, its_own, headed = [], [], [], [], False, set()
 
@@ -232,7 +232,7 @@ def members(name, of_policy=False, level=3):
 
 
 def by_weight(header, names):
-    """The names that the page is called by, the classes that they derive from, others, options, and concepts last."""
+    """Sorts names: first those in the page's title, then their base classes, others, options, and concepts last."""
     titles = re.split(r"::|, ", title_of(header, names))
     bases = {base for name in names if name.name in titles for base in re.findall(r"\w+", declaration(name).partition(" : ")[2])}
 
@@ -301,7 +301,7 @@ def is_policy(header, name):
 
 
 def policy_options(name):
-    """A policy's members that are for its users: documented, and not what it finds out for itself."""
+    """Returns the documented members of a policy that its users set."""
     options = []
     for member in name.members:
         said = " ".join(member.doc)
@@ -327,7 +327,7 @@ def policies_page(found, page):
 
 
 def errors_page(errors, found, page):
-    """Sentences that programs end with, by the name that they begin with."""
+    """Lists error messages by the name that they begin with."""
     where = {}
     for header, names in found.items():
         for name in names:
@@ -348,7 +348,7 @@ def escaped(text):
 
 
 def modules(architecture, layering):
-    """Modules with what they are for, and their public headers, in the order of layering.cmake."""
+    """Returns modules with their purpose and public headers, in the order of layering.cmake."""
     purposes = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", architecture, re.MULTILINE))
     found = {}
     for module, public in re.findall(r"^module\((\w+)(?:\s+PUBLIC\s+((?:(?!USES)[\w/.]+\s*)+))?", layering, re.MULTILINE):

@@ -23,7 +23,7 @@
 
 namespace bloom {
 
-/// A new folder, which goes with its end.
+/// A new folder, which the destructor removes.
 class TemporaryFolder {
  public:
   TemporaryFolder() {
@@ -43,7 +43,7 @@ class TemporaryFolder {
   std::filesystem::path path_;
 };
 
-/// Reviews, a tokenizer trained on them, and a small random model: all as files that anybody could have.
+/// Writes reviews, a tokenizer trained on them, and a small random model, in the formats that users have.
 inline void make_demo_files(const std::filesystem::path& folder, std::int64_t count, std::uint64_t seed) {
   const auto reviews = generated_reviews(count, seed, {.length_scale = 0.2});
   std::filesystem::create_directories(folder);
@@ -58,7 +58,7 @@ inline void make_demo_files(const std::filesystem::path& folder, std::int64_t co
   gradaccum::io::save_weights(BloomForSequenceClassification(config), folder / "model.safetensors");
 }
 
-/// The same training with 1, 8 and 16 micro-batches an update; with 8 of them compiled, if the step was.
+/// Repeats a training with 1, 8 and 16 micro-batches per update; with 8 of them compiled, if the step was.
 inline void demo(Options options) {
   const TemporaryFolder temporary;
   const auto compiled = options.compile;
@@ -66,7 +66,7 @@ inline void demo(Options options) {
   make_demo_files(folder, options.demo_reviews, options.seed);
   options.model = folder;
   options.train = folder / "reviews.csv";
-  options.learning_rate = 1e-3;  // the model is new, and has everything to learn
+  options.learning_rate = 1e-3;  // high, because the model is untrained
   std::string table = fmt::format("{:>10} {:>10} {:>14} {:>10} {:>12}\n", "accumulate", "time", "test accuracy",
                                   "updates", "peak memory");
   if (!options.record_step.empty()) {

@@ -19,12 +19,12 @@
 
 namespace bloom {
 
-/// Makes a model's folder, and says so.
+/// Makes a model's folder, and prints its number of parameters.
 inline void make_and_tell(const MakeOptions& options, const std::filesystem::path& path) {
   const auto start = std::chrono::steady_clock::now();
   make_model(options, path);
   auto config = options.size.config();
-  config.num_labels = 0;  // it has no head
+  config.num_labels = 0;  // no classification head
   fmt::print("Made {}: {} parameters, in {:.1f} s\n", path.string(), config.parameter_count(),
              std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
 }
@@ -33,7 +33,7 @@ inline void make(const Options& options) { make_and_tell(options.made, options.o
 
 namespace detail {
 
-/// The folder of the last time is as good as a new one, if it is of that size.
+/// Reuses an existing folder if its model has that size.
 inline void make_unless_there(const MakeOptions& options, const std::filesystem::path& path) {
   if (!std::filesystem::exists(path / "config.json")) return make_and_tell(options, path);
   const auto found = BloomConfig::from_file(path / "config.json").parameter_count(),
@@ -44,7 +44,7 @@ inline void make_unless_there(const MakeOptions& options, const std::filesystem:
   fmt::print("{} is there already\n", path.string());
 }
 
-/// As `1.3 hours`.
+/// Formats as `1.3 hours`.
 inline std::string hours_text(double seconds) { return fmt::format("{:.3g} hours", seconds / 3600); }
 
 inline void print_projection(const Trained& trained) {
@@ -62,7 +62,7 @@ inline void print_projection(const Trained& trained) {
 
 }  // namespace detail
 
-/// Makes a model of a size, trains it for a while, and says what a whole training would take.
+/// Makes a model of a size, trains it for some minutes, and prints the time that a whole training would take.
 inline void demo_of_size(Options options) {
   std::optional<TemporaryFolder> temporary;
   if (options.demo_files.empty()) temporary.emplace();

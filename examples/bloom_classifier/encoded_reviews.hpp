@@ -18,7 +18,7 @@ namespace bloom {
 
 namespace ga = gradaccum;
 
-/// Reviews as a model takes them: ids of any length, and labels.
+/// Reviews as inputs of a model: ids of any length, and labels.
 struct EncodedReviews {
   std::vector<at::Tensor> ids;  // int64 [length]
   at::Tensor labels;            // int64 [n]
@@ -26,8 +26,8 @@ struct EncodedReviews {
 
   std::int64_t size() const { return labels.size(0); }
 
-  /// Batches of reviews of about the same length, so that little is padded; in another order every epoch. `multiple`:
-  /// what lengths are padded to, so that there are few.
+  /// Batches of reviews of similar length, to need little padding, in a new order each epoch. `multiple`: lengths are
+  /// padded to a multiple of it, so that there are few shapes.
   ga::data::LengthBuckets training_batches(std::int64_t rows, std::int64_t padding, std::uint64_t seed,
                                            std::int64_t multiple = 1, const ga::ProcessGroup& group = {}) const {
     return {ids,
@@ -40,7 +40,7 @@ struct EncodedReviews {
              .rank = group.rank(),
              .world_size = group.world_size()}};
   }
-  /// Batches of as many reviews as go into the memory of so many tokens.
+  /// Batches of as many reviews as `most_tokens` padded tokens hold.
   ga::data::LengthBuckets test_batches(std::int64_t most_tokens, std::int64_t padding, std::int64_t multiple = 1,
                                        const ga::ProcessGroup& group = {}) const {
     return {ids,

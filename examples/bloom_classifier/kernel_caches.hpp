@@ -5,8 +5,8 @@
 
 namespace bloom {
 
-/// oneDNN, and LibTorch on top of it, keep a kernel for each shape of a product in 16 bits, 1024 of them each, some 1
-/// MB a piece: reviews have hundreds of lengths. A few are enough for one review after another. First thing in main().
+/// oneDNN and LibTorch each cache a kernel for every shape of a product in 16 bits, up to 1024 of about 1 MB, and
+/// reviews have hundreds of lengths. A few are enough for one review after another. Call this first in main().
 inline void limit_kernel_caches() {
   for (const auto* variable : {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"})
     ::setenv(variable, "64", /*overwrite=*/0);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Fine-tunes a BLOOM of Hugging Face's on texts with labels. Read train.hpp first: the rest is around it.
+// Fine-tunes a BLOOM of Hugging Face's on texts with labels. Start reading in train.hpp.
 
 #include <fmt/format.h>
 #include <torch/torch.h>
@@ -24,7 +24,7 @@
 
 namespace {
 
-/// Is no merit of the example's.
+/// Prints whether MKL's fast code is enabled on an AMD processor, which changes the measured times.
 void print_mkl() {
 #ifdef MKL_ON_AMD
   if (gradaccum::mkl_on_amd())
@@ -32,7 +32,7 @@ void print_mkl() {
 #endif
 }
 
-/// One of several processes, or the only one: rank 0 speaks for all, and each has a GPU of its own.
+/// Joins the other ranks, if there are any. Rank 0 prints and saves, and each rank uses its own GPU.
 void join_others(bloom::Options& options) {
   options.group = gradaccum::ProcessGroup::from_environment();
   if (options.group.world_size() == 1) return;
@@ -44,7 +44,7 @@ void join_others(bloom::Options& options) {
     throw std::runtime_error("no /dev/null");
 }
 
-/// Gives the program's status.
+/// Returns the program's exit status.
 int run(bloom::Options options) {
   // On a GPU cuDNN's attention builds a plan for each new length: on an H200 15.9 reviews/s, without it 102.8.
   // (setSDPPriorityOrder() is no help here: LibTorch puts cuDNN first again when attention first runs on a GPU.)

@@ -18,7 +18,7 @@
 
 namespace bloom {
 
-/// A folder as Hugging Face has them, in memory: what encodes texts, and what scores them.
+/// A Hugging Face model folder in memory: the tokenizer and the model.
 struct ModelFolder {
   std::filesystem::path path;
   BloomConfig config;
@@ -47,7 +47,7 @@ inline void write_json(const std::filesystem::path& path, const nlohmann::json& 
 
 namespace detail {
 
-/// For a scope, new tensors of numbers have this dtype.
+/// Sets the dtype of new tensors for a scope.
 class DefaultDtype {
  public:
   explicit DefaultDtype(torch::Dtype dtype) : before_(at::get_default_dtype()) { at::set_default_dtype(of(dtype)); }
@@ -61,7 +61,7 @@ class DefaultDtype {
   caffe2::TypeMeta before_;
 };
 
-/// Made in that dtype, so that it never takes the memory of a wider one.
+/// Creates the model directly in `dtype`, so that it never needs the memory of a wider one.
 inline BloomForSequenceClassification new_model(const BloomConfig& config, torch::Dtype dtype) {
   const DefaultDtype scope(dtype);
   return BloomForSequenceClassification(config);
@@ -69,7 +69,7 @@ inline BloomForSequenceClassification new_model(const BloomConfig& config, torch
 
 }  // namespace detail
 
-/// With `num_labels` the folder need not have a head for them: then it is new, with random weights.
+/// Opens a folder. With `num_labels`, a missing classification head is created with random weights.
 inline ModelFolder open_model_folder(const std::filesystem::path& path, std::optional<std::int64_t> num_labels,
                                      const std::string& device, torch::Dtype dtype = torch::kFloat) {
   auto config = BloomConfig::from_file(path / "config.json");
@@ -89,7 +89,7 @@ inline ModelFolder open_model_folder(const std::filesystem::path& path, std::opt
   return {path, config, std::move(tokenizer), model};
 }
 
-/// Writes what `transformers` loads: config.json, model.safetensors, tokenizer.json.
+/// Writes config.json, model.safetensors and tokenizer.json, which `transformers` loads.
 inline void save_model_folder(ModelFolder& folder, const std::filesystem::path& path) {
   std::filesystem::create_directories(path);
   detail::write_json(path / "config.json", folder.config.to_json());

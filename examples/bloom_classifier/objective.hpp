@@ -22,22 +22,22 @@
 #include "model_folder.hpp"
 #include "options.hpp"
 
-/// The objective, and the steps that are compiled or captured in its place.
+/// The objective, and the compiled or captured steps that replace it.
 namespace bloom {
 
-/// The mean loss of a batch, how many reviews it is the mean of, and what metrics look at.
+/// Returns a batch's mean loss, its number of reviews, and the scores for metrics.
 inline ga::Loss loss_of(at::Tensor scores, const ga::data::SequenceBatch& batch) {
   scores = scores.to(at::promote_types(scores.scalar_type(), torch::kFloat));  // 16 bits are too few for a loss
   return ga::Loss{torch::cross_entropy_loss(scores, batch.target), batch.rows()}.with(scores, batch.target);
 }
 
-/// Computes the padding, too, so that shapes are few, as compiled steps and GPUs want them. It stands at the end, where
-/// the model knows it by its id: no mask has to be copied to a device.
+/// Computes the padding, too, so that there are few shapes for compiled steps and GPUs. Padding is at the end of a row,
+/// where the model recognizes it by its id, so no mask is copied to the device.
 inline ga::Loss padded_objective(BloomForSequenceClassification& model, const ga::data::SequenceBatch& batch) {
   return loss_of(model->forward(batch.data), batch);
 }
 
-/// On a CPU, which a few hundred tokens keep at its rate, rows are packed: their tokens alone are computed.
+/// Rows are packed on a CPU, where a few hundred tokens already reach full speed: only their tokens are computed.
 inline bool is_packed(const ga::data::SequenceBatch& batch) {
   return batch.data.is_cpu() && batch.tokens < batch.data.numel();
 }
@@ -52,7 +52,7 @@ using Objective = std::function<ga::Loss(BloomForSequenceClassification&, const 
 using CompiledObjective = ga::CompiledStep<BloomForSequenceClassification, decltype(&padded_objective)>;
 using GraphedObjective = ga::GraphedStep<BloomForSequenceClassification, decltype(&padded_objective)>;
 
-/// The objective, what --compile made of it, or its graphs on a GPU.
+/// Returns the objective, the step that --compile names, or the step's graphs on a GPU.
 inline Objective training_objective(BloomForSequenceClassification& model, const Options& options) {
   if (!options.compile.empty()) return CompiledObjective(model, &padded_objective, options.compile);
   if (options.replays_graphs()) return GraphedObjective(model, &padded_objective);
@@ -64,7 +64,7 @@ inline void print_steps(const Objective& learned) {
   if (const auto* const step = learned.target<GraphedObjective>()) fmt::print("{}", fmt::streamed(step->report()));
 }
 
-/// A batch of each shape, those that most batches have: others can stay as they are.
+/// Returns one batch of each of the most frequent shapes.
 inline std::vector<ga::data::SequenceBatch> frequent_batches(ga::data::LengthBuckets batches, std::size_t most) {
   std::map<std::vector<std::int64_t>, std::pair<std::int64_t, ga::data::SequenceBatch>> by_shape;
   for (const auto& batch : batches) {
@@ -79,8 +79,8 @@ inline std::vector<ga::data::SequenceBatch> frequent_batches(ga::data::LengthBuc
   return frequent;
 }
 
-/// Records the step that the options would train with, for tools/compile_step.py: six lengths of it, and on a device,
-/// which eager steps leave idle, sixteen.
+/// Records the training step of these options for tools/compile_step.py: for six lengths on a CPU, and for sixteen on a
+/// device, which waits for the host in eager steps.
 inline void record_step(ModelFolder& folder, const EncodedReviews& reviews, const Options& options) {
   const auto batches = frequent_batches(
       reviews.training_batches(options.micro_batch, folder.padding(), options.seed, options.length_multiple()),
@@ -89,7 +89,7 @@ inline void record_step(ModelFolder& folder, const EncodedReviews& reviews, cons
   folder.model->train();
   fmt::print("{}",
              fmt::streamed(ga::save_steps(folder.model, padded_objective, batches, options.record_step,
-                                          {.any_rows = false, .constants = true})));  // ALiBi is one, of positions
+                                          {.any_rows = false, .constants = true})));  // ALiBi's channels are constant
 }
 
 }  // namespace bloom

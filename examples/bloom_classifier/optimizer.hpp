@@ -17,7 +17,7 @@ namespace bloom {
 
 namespace detail {
 
-/// Parameters of bfloat16 are rounded stochastically; others are not concerned.
+/// Rounds bfloat16 parameters stochastically; other dtypes are not affected.
 template <class Optimizer, class Options>
 std::unique_ptr<torch::optim::Optimizer> make_rounding(const std::vector<at::Tensor>& parameters,
                                                        const Options& options, std::uint64_t seed) {
@@ -28,8 +28,8 @@ std::unique_ptr<torch::optim::Optimizer> make_rounding(const std::vector<at::Ten
 
 }  // namespace detail
 
-/// The optimizer of the name that --optimizer takes: with weights and gradients 16 bytes a parameter (adam, adamw), 10
-/// (adamw8bit) or 8 (adafactor); of the table of words all but adafactor have moments for words that were met alone.
+/// Makes the optimizer that --optimizer names. Weights, gradients and moments take 16 bytes per parameter (adam,
+/// adamw), 10 (adamw8bit) or 8 (adafactor). All but adafactor keep moments only for the words that have occurred.
 inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name,
                                                                const std::vector<at::Tensor>& parameters,
                                                                double learning_rate, std::uint64_t seed = 0) {

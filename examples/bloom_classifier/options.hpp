@@ -23,38 +23,38 @@
 namespace bloom {
 
 struct Options {
-  // What to do: one of these.
+  // Selects one action.
   bool demo = false;
   bool make = false;
   bool predict = false;
 
-  MakeOptions made;    // what `make` makes, and --demo with --size
-  std::string output;  // where `make` puts it
+  MakeOptions made;    // for `make`, and for --demo with --size
+  std::string output;  // folder of `make`
   std::string size;    // of --demo; empty: a small model, trained in three ways
   std::int64_t demo_reviews = 12000;
-  std::string demo_files;  // where --demo keeps its files; empty: nowhere
+  std::string demo_files;  // folder in which --demo keeps its files; empty: none
 
   std::string model;                    // a folder of Hugging Face's
   std::string train, validation, test;  // reviews; train alone is split
   std::vector<std::string> texts;       // to predict
-  std::string file;                     // the same, a text a line
-  std::int64_t batch_tokens = 4096;     // that are scored together; 0: a text at a time
+  std::string file;                     // more texts to predict, one per line
+  std::int64_t batch_tokens = 4096;     // scored together; 0: one text at a time
 
   std::int64_t max_length = 1024;
   std::int64_t micro_batch = 1;
   std::int64_t accumulate = 8;
   std::int64_t epochs = 1;
-  std::int64_t updates = 0;         // the most; 0: as many as the epochs have
-  double minutes = 0;               // the same
-  std::int64_t evaluate = 0;        // reviews of validation and of test that are scored; 0: all
-  std::int64_t validate_every = 0;  // updates; 0: at the end of an epoch alone
-  std::int64_t patience = 0;        // validations; 0: without end
+  std::int64_t updates = 0;         // limit; 0: none
+  double minutes = 0;               // limit; 0: none
+  std::int64_t evaluate = 0;        // number of reviews of validation and test; 0: all
+  std::int64_t validate_every = 0;  // updates; 0: only at the end of an epoch
+  std::int64_t patience = 0;        // validations; 0: no limit
   double learning_rate = 5e-5;
   std::string optimizer = "adam";
   std::string precision = "32";
   std::int64_t segments = 0;            // 0: all activations are kept
   std::uint64_t memory_budget = 0;      // bytes of activations and gradients; 0: no budget
-  std::int64_t pad_to_multiple_of = 0;  // 0: what the device wants
+  std::int64_t pad_to_multiple_of = 0;  // 0: depends on the device
   std::string record_step, compile;     // folders; empty: neither
   bool graphs = true;
   std::string tensorboard, report, profile;  // a folder, a page, a folder; empty: none
@@ -63,7 +63,7 @@ struct Options {
   bool resume = false;
   std::int64_t log_every = 300;
   std::string device = torch::cuda::is_available() ? "cuda" : "cpu";
-  int threads = 0;  // 0: as many as LibTorch chooses
+  int threads = 0;  // 0: LibTorch's default
   std::uint64_t seed = 123;
   gradaccum::ProcessGroup group = {};  // the processes that train together, each with its share of the reviews
   gradaccum::Shard shard = gradaccum::Shard::none;
@@ -73,17 +73,17 @@ struct Options {
   bool mixed_precision() const { return precision.ends_with("-mixed"); }
   torch::Dtype parameter_type() const { return precision == "bf16-true" ? torch::kBFloat16 : torch::kFloat; }
   bool on_cpu() const { return at::Device(device).is_cpu(); }
-  /// Returns whether steps are captured as CUDA graphs. They keep the memory that checkpoints, budgets and steps in
-  /// backward are to save.
+  /// Returns whether steps are captured as CUDA graphs, which keep the memory that checkpoints, budgets and steps in
+  /// backward would save.
   bool replays_graphs() const { return graphs && segments == 0 && memory_budget == 0 && !in_backward && !on_cpu(); }
-  /// The table of words has a gradient of the rows that were met, for an optimizer that steps by rows, as on a CPU.
+  /// Returns whether the word embeddings' gradient is sparse, for an optimizer that updates only those rows.
   bool steps_by_rows() const {
     return on_cpu() && optimizer != "adafactor" && compile.empty() && group.world_size() == 1;
   }
-  /// A product of a new shape costs the host of a GPU a quarter of a millisecond: it had better meet few lengths.
+  /// Returns the multiple to pad lengths to. On a GPU a product of a new shape takes 0.25 ms of host time.
   std::int64_t length_multiple() const {
     if (pad_to_multiple_of > 0) return pad_to_multiple_of;
-    const bool few = !record_step.empty() || !compile.empty();  // each is compiled for itself
+    const bool few = !record_step.empty() || !compile.empty();  // each length is compiled separately
     return !on_cpu() ? 64 : few ? 16 : 1;
   }
   torch::Dtype autocast_type() const { return precision == "16-mixed" ? torch::kHalf : torch::kBFloat16; }
@@ -191,7 +191,7 @@ inline void add_demo(CLI::App& app, Options& options) {
       ->check(size_names);
 }
 
-/// A number of a ModelSize, in place of what --size says.
+/// Adds an option for one number of a ModelSize, which overrides --size.
 inline void add_number(CLI::App& make, const std::string& name, const std::string& what, std::int64_t least,
                        std::int64_t most, std::int64_t& number) {
   make.add_option_function<std::int64_t>(
@@ -208,7 +208,7 @@ inline void add_make(CLI::App& app, Options& options) {
           "of 560m BLOOM's 24, 1024, 16 and 250880")
       ->check(size_names)
       ->default_str("tiny")
-      ->trigger_on_parse();  // before the others
+      ->trigger_on_parse();  // before the options that override it
   add_number(make, "--layers", "blocks", 1, 1024, size.layers);
   add_number(make, "--width", "numbers of a token's hidden state", 1, 1 << 16, size.width);
   add_number(make, "--heads", "of attention; they must divide the width", 1, 1 << 16, size.heads);
@@ -235,7 +235,7 @@ inline void add_model(CLI::App& app, Options& options) {
   app.add_option("--threads", options.threads, "processor threads; 0: LibTorch chooses")->check(CLI::Range(0, 1024));
 }
 
-/// What --demo with --size does where the command line does not say it: what is cheapest on this machine.
+/// Sets the defaults of --demo with --size: the cheapest settings on this machine.
 inline void set_defaults_of_size(const CLI::App& app, Options& options) {
   if (options.size.empty()) return;
   const auto is_given = [&](const char* name) { return app.count(name) > 0; };
@@ -246,7 +246,7 @@ inline void set_defaults_of_size(const CLI::App& app, Options& options) {
   if (!is_given("--evaluate")) options.evaluate = 8;
   if (!is_given("--log-every")) options.log_every = 40;
   if (!is_given("--micro-batch") && !is_given("--accumulate")) {
-    options.micro_batch = 2;  // so that the weights are read half as often as by one review
+    options.micro_batch = 2;  // reads the weights half as often as 1
     options.accumulate = 4;
   }
   if (!is_given("--optimizer")) options.optimizer = "adamw8bit";
@@ -278,7 +278,7 @@ inline void check_together(const Options& options) {
 
 }  // namespace detail
 
-/// The options of the command line. Ends the program after --help (status 0) or a mistake (one line, status 2).
+/// Parses the command line. Ends the program after --help (status 0) or a mistake (one line, status 2).
 inline Options parse_options(int argc, char** argv) {
   Options options;
   CLI::App app("Fine-tunes a BLOOM of Hugging Face's on texts with labels.", "bloom_classifier");

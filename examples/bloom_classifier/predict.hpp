@@ -30,7 +30,7 @@ struct Prediction {
   double probability = 0;
 };
 
-/// In the order of the texts; the longest are scored first, with others of about their length.
+/// Returns predictions in the order of the texts. Scores the longest first, in batches of similar length.
 inline std::vector<Prediction> predict(ModelFolder& folder, const std::vector<std::string>& texts,
                                        const Options& options) {
   std::vector<Review> reviews;
@@ -59,7 +59,7 @@ inline std::vector<Prediction> predict(ModelFolder& folder, const std::vector<st
   return predictions;
 }
 
-/// Of a CSV file its column of texts, of any other its lines; blank ones are left out.
+/// Reads the text column of a CSV file, or the lines of any other file, without blank ones.
 inline std::vector<std::string> read_texts(const std::filesystem::path& path) {
   std::vector<std::string> texts;
   if (path.extension() == ".csv") {

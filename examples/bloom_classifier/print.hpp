@@ -21,19 +21,19 @@ namespace bloom {
 
 namespace ga = gradaccum;
 
-/// Over all processes.
+/// Returns the sum over all ranks.
 inline std::int64_t sum(const ga::ProcessGroup& group, std::int64_t count) {
   const auto all = torch::tensor(count);
   group.all_reduce(all);
   return all.item<std::int64_t>();
 }
 
-/// A policy: counts the tokens that are learned from. The objective says of which micro-batch they are; one that ran
+/// A policy: counts the tokens of successful micro-batches, whose numbers the objective sets. A micro-batch that ran
 /// out of memory and runs again counts once.
 struct Tokens {
   static constexpr std::string_view name = "tokens";
 
-  std::int64_t* real = nullptr;    // of the micro-batch in hand
+  std::int64_t* real = nullptr;    // of the current micro-batch
   std::int64_t* padded = nullptr;  // the same, with padding
   std::int64_t all_real = 0, all_padded = 0;
 
@@ -47,16 +47,16 @@ struct Tokens {
   }
 };
 
-/// A policy: prints the loss on the way, and the accuracies of an epoch.
+/// A policy: prints the loss during an epoch, and the accuracies after it.
 struct Lines {
   static constexpr std::string_view name = "lines";
 
   std::int64_t every = 300;     // batches
-  ga::ProcessGroup group = {};  // whose accuracies are one
+  ga::ProcessGroup group = {};  // for accuracies over all ranks
   const ga::FitStatus* status = nullptr;
-  std::int64_t shown = -1;    // the last batch that was
-  ga::Accuracy trained = {};  // as the model was when it saw each batch
-  bool ends_epoch = false;    // the next validation does
+  std::int64_t shown = -1;    // the last batch printed
+  ga::Accuracy trained = {};  // measured on each batch before its update
+  bool ends_epoch = false;    // set if the next validation ends the epoch
 
   void attach(auto& trainer) { status = &trainer.status(); }
   void on_epoch_begin(std::int64_t) {
@@ -66,7 +66,7 @@ struct Lines {
   void before_backward(ga::Loss& loss) {
     trained.add(loss);
     const auto batch = status->batch - 1;
-    if (batch % every == 0 && std::exchange(shown, batch) != batch)  // it may come in parts
+    if (batch % every == 0 && std::exchange(shown, batch) != batch)  // FitMemory may divide a batch
       say(fmt::format("{} | Batch {:04d}/{:04d} | Loss: {:.4f}", epoch(), batch, status->batches.value_or(0),
                       loss.mean.item<double>()));
   }
@@ -79,7 +79,7 @@ struct Lines {
     say(fmt::format("{} | Train acc.: {:.2f}% | Val acc.: {:.2f}%", epoch(), 100 * trained_accuracy(), validated));
     say(fmt::format("Time elapsed {:.2f} min", status->seconds() / 60));
   }
-  /// So that the accuracy of an epoch is that of the whole epoch, also where it was stopped in between.
+  /// Saves the counts, so that a resumed epoch's accuracy covers the whole epoch.
   void state(ga::Archive& archive) {
     archive("right", trained.right);
     archive("counted", trained.counted);
@@ -98,7 +98,7 @@ struct Lines {
   }
   static void say(const std::string& line) {
     fmt::print("{}\n", line);
-    std::fflush(stdout);  // now, also where the output is a file that somebody follows
+    std::fflush(stdout);  // show lines immediately, also in a file
   }
 };
 

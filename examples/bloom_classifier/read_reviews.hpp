@@ -20,7 +20,7 @@ struct ReviewSplit {
   std::int64_t skipped = 0;  // without text
 };
 
-/// What --train, --validation and --test name: CSV files, or folders of aclImdb's.
+/// Reads the CSV files or aclImdb folders that --train, --validation and --test name.
 inline ReviewSplit read_reviews(const Options& options) {
   ReviewSplit all;
   const auto read = [&](const std::string& path) {

@@ -37,7 +37,7 @@ inline void print_summary(const Trained& trained, const ReviewSplit& reviews) {
              reviews.skipped);
 }
 
-/// So many of the reviews, from all over; 0: all.
+/// Returns `count` evenly spaced reviews; 0: all.
 inline std::vector<Review> some_of(std::vector<Review> reviews, std::int64_t count) {
   const auto size = static_cast<std::int64_t>(reviews.size());
   if (count == 0 || count >= size) return reviews;
@@ -47,9 +47,9 @@ inline std::vector<Review> some_of(std::vector<Review> reviews, std::int64_t cou
   return some;
 }
 
-/// Reads, encodes, trains, tells, and saves.
+/// Reads and encodes reviews, trains, prints results, and saves.
 inline Trained train(const Options& options) {
-  std::optional<ga::MemoryMeter> meter;  // LibTorch's profiler needs its place
+  std::optional<ga::MemoryMeter> meter;  // not with LibTorch's profiler, which uses the same hook
   if (options.profile.empty()) meter.emplace();
   const auto reviews = read_reviews(options);
   torch::manual_seed(options.seed);

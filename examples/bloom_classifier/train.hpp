@@ -23,7 +23,7 @@
 #include "print.hpp"
 #include "watching.hpp"
 
-/// The training itself: read this file first.
+/// The training itself. Read this file first.
 namespace bloom {
 
 struct EncodedSplit {
@@ -33,12 +33,12 @@ struct EncodedSplit {
 struct Trained {
   ga::FitReport report;
   ga::Evaluation test;
-  std::int64_t tokens = 0, padded = 0;  // that the model saw in training, without padding and with it
-  double training_seconds = 0;          // without the time that validations took
-  std::int64_t peak_bytes = 0;          // of all tensors, weights included, where somebody measured it
+  std::int64_t tokens = 0, padded = 0;  // of training, without and with padding
+  double training_seconds = 0;          // without validations
+  std::int64_t peak_bytes = 0;          // of all tensors, weights included; 0 if not measured
 };
 
-/// A policy, where states are to be saved. With --patience the best one stays.
+/// Makes the policy that saves states, if --save is given. With --patience it keeps the best state.
 inline std::optional<ga::SaveState> saving(const Options& options) {
   if (options.save.empty()) return std::nullopt;
   return ga::SaveState{.directory = options.states(),
@@ -47,7 +47,7 @@ inline std::optional<ga::SaveState> saving(const Options& options) {
                        .keep_best = options.patience > 0 ? 1 : 0};
 }
 
-/// A policy, where there is a budget: an update's reviews go in parts that fit, and the blocks keep what is fastest.
+/// Makes the policy for --memory-budget: it divides an update's reviews into parts that fit, and checkpoints blocks.
 inline std::optional<ga::FitMemory> fitting(ModelFolder& folder, const Options& options) {
   const auto budget = static_cast<std::int64_t>(options.memory_budget);
   if (budget == 0) return std::nullopt;
@@ -55,7 +55,7 @@ inline std::optional<ga::FitMemory> fitting(ModelFolder& folder, const Options& 
   return ga::FitMemory{.budget = budget, .checkpointed = {folder.model->checkpointed_blocks()}};
 }
 
-/// ga::OptimizerInBackward, if asked for: that one goes with no DataParallel, also where there is one process.
+/// ga::OptimizerInBackward if --in-backward is given. It excludes DataParallel, even with one process.
 struct StepInBackward {
   static constexpr std::string_view name = "step_in_backward";
 
@@ -66,7 +66,7 @@ struct StepInBackward {
   }
 };
 
-/// `more`: policies of the caller's own.
+/// Trains the model. `more`: further policies.
 template <class... More>
 Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& options, More... more) {
   if (options.segments > 0) folder.model->checkpoint_blocks({.segments = options.segments});
@@ -82,7 +82,7 @@ Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& opt
   if (options.length_multiple() > 1) fmt::print("In an epoch: {}\n", fmt::streamed(batches.summary()));
 
   Trained trained;
-  std::int64_t tokens = 0, padded = 0;  // of the batch in hand
+  std::int64_t tokens = 0, padded = 0;  // of the current batch
   auto learned = training_objective(folder.model, options);
   const auto counted = [&](auto& model, auto& batch) {
     tokens = batch.tokens;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Trains a model that Python exported, without Python. Read train.hpp first: the rest is around it.
+// Trains a model that Python exported, without Python. Start reading in train.hpp.
 
 #include <fmt/format.h>
 #include <fmt/ostream.h>
@@ -18,7 +18,7 @@
 
 namespace {
 
-/// Gives the program's status.
+/// Returns the program's exit status.
 int run(const exported_model::Options& options) {
   torch::manual_seed(0);  // of dropout
   gradaccum::ExportedModel model(options.model);
@@ -41,7 +41,7 @@ int run(const exported_model::Options& options) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  gradaccum::keep_freed_memory();  // a third of the time of a small model, on glibc
+  gradaccum::keep_freed_memory();  // saves a third of a small model's time, on glibc
   const auto options = exported_model::parse_options(argc, argv);
   try {
     return run(options);

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Makes small models and data for the program beside it, without any download.
+"""Makes small models and data for this folder's program, without any download.
 
     make_demo.py demo --kind text --kind lm
 
-For each kind, text (a BERT that tells good reviews from bad ones), lm (a Llama that writes reviews) and image (a ViT for
-FashionMNIST), there are demo/KIND, a model that tools/export_model.py exported, and demo/KIND.train.safetensors and
-demo/KIND.validation.safetensors, the tensors that it takes. It needs what tools/export_model.py needs.
+For each kind, text (a BERT that separates good reviews from bad ones), lm (a Llama that writes reviews) and image (a
+ViT for FashionMNIST), there are demo/KIND, a model that tools/export_model.py exported, and demo/KIND.train.safetensors
+and demo/KIND.validation.safetensors, the tensors that it takes. It needs what tools/export_model.py needs.
 """
 
 import argparse
@@ -32,7 +32,7 @@ NEGATIONS = ["not", "never", "hardly"]
 
 
 def clause(rng, aspect, good):
-    """What is said of an aspect: one clause of five denies the opposite, so that no word tells it alone."""
+    """Returns an opinion of an aspect. One in five negates the opposite word, so that no single word decides it."""
     is_negated = rng.random() < 1 / 5
     words = ["the", aspect, "was", rng.choice(NEGATIONS) if is_negated else "", rng.choice(DEGREES),
              rng.choice(ADJECTIVES[good != is_negated])]
@@ -40,7 +40,7 @@ def clause(rng, aspect, good):
 
 
 def review(rng):
-    """The words of a review, and 1 if most of its three clauses praise, else 0."""
+    """Returns the words of a review, and 1 if most of its three clauses praise, else 0."""
     words = [BEGIN, *rng.choice(OPENINGS).split()]
     verdicts = [rng.random() < 0.5 for _ in range(3)]
     for number, (aspect, good) in enumerate(zip(rng.sample(ASPECTS, 3), verdicts)):
@@ -56,7 +56,7 @@ def vocabulary():
 
 
 def reviews(rng, rows):
-    """Tensors of reviews: ids and mask, [rows, TOKENS], and which praise."""
+    """Returns tensors of reviews: ids, mask and label, 1 for praise."""
     import torch
     numbers = vocabulary()
     texts, labels = zip(*(review(rng) for _ in range(rows)))
@@ -69,13 +69,13 @@ def text_data(arguments, name):
 
 
 def lm_data(arguments, name):
-    """Every token is to be predicted from those before it."""
+    """Returns tensors for predicting every token from those before it."""
     data = text_data(arguments, name)
     return {**data, "labels": data["input_ids"].masked_fill(data["attention_mask"] == 0, NOT_A_LABEL)}
 
 
 def idx(path):
-    """The bytes of a file of the data set, as a tensor."""
+    """Returns the bytes of a file of the data set as a tensor."""
     import torch
     if not path.is_file():
         raise SystemExit(f"make_demo: {path}: must exist, but does not: set --fashion-mnist to the folder of FashionMNIST's "
@@ -101,7 +101,7 @@ def configurations():
             "image": ViTConfig(**small, image_size=28, patch_size=7, num_channels=1, num_labels=10)}
 
 
-# kind: its data, the task and the shape of a batch for tools/export_model.py
+# kind: its function for data, task and shape of a batch for tools/export_model.py
 KINDS = {"text": (text_data, "sequence-classification", f"16x{TOKENS}"),
          "lm": (lm_data, "causal-lm", f"16x{TOKENS}"),
          "image": (image_data, "image-classification", "16")}
@@ -111,7 +111,7 @@ def make(kind, arguments):
     from safetensors.torch import save
     output, (data, task, batch) = pathlib.Path(arguments.output), KINDS[kind]
     for name in FILES:
-        (output / f"{kind}.{name}.safetensors").write_bytes(save(data(arguments, name)))  # save_file's only their owner reads
+        (output / f"{kind}.{name}.safetensors").write_bytes(save(data(arguments, name)))  # only the owner can read save_file's
     config = output / f"{kind}.config.json"
     configurations()[kind].to_json_file(config)
     export_model.main(["--hugging-face", str(config), "--task", task, "--batch", batch, "--passes", "training",

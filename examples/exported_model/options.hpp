@@ -15,7 +15,7 @@ namespace exported_model {
 
 struct Options {
   std::string model, data;
-  std::string validation;  // a file; empty: nothing is validated
+  std::string validation;  // a file; empty: no validation
   std::int64_t epochs = 3;
   std::int64_t batch_size = 16;
   std::int64_t accumulate = 1;
@@ -53,7 +53,7 @@ inline void add_options(CLI::App& app, Options& options) {
       ->type_name("FOLDER");
 }
 
-/// Refuses an --output that save_weights would refuse when all is trained.
+/// Refuses before the training an --output that save_weights would refuse after it.
 inline void check_together(const Options& options) {
   if (!options.output.empty() && std::filesystem::exists(std::filesystem::path(options.output) / "manifest.json"))
     throw std::invalid_argument(
@@ -63,7 +63,7 @@ inline void check_together(const Options& options) {
 
 }  // namespace detail
 
-/// The options of the command line. Ends the program after --help (status 0) or a mistake (one line, status 2).
+/// Parses the command line. Ends the program after --help (status 0) or a mistake (one line, status 2).
 inline Options parse_options(int argc, char** argv) {
   Options options;
   CLI::App app("Trains a model that Python exported, without Python.", "exported_model");

@@ -23,7 +23,7 @@
 
 #include "options.hpp"
 
-/// The training itself: read this file first.
+/// The training itself. Read this file first.
 namespace exported_model {
 
 namespace ga = gradaccum;
@@ -38,7 +38,7 @@ inline std::vector<at::Tensor> trained_parameters(const ga::ExportedModel& model
   return parameters;
 }
 
-/// Returns whether there is one class a row, so that there is an accuracy. A language model's loss says all.
+/// Returns whether there is one class per row, so that an accuracy can be computed; a language model has none.
 inline bool predicts_classes(ga::ExportedModel& model, Batches& batches) {
   model->eval();
   const auto loss = model->loss(*batches.begin());
@@ -53,7 +53,7 @@ inline std::string text_of(const ga::Evaluation& found) {
   return text;
 }
 
-/// A policy: prints the loss of each epoch, and what is validated.
+/// A policy: prints the loss of each epoch, and results of validations.
 struct Lines {
   static constexpr std::string_view name = "lines";
 
@@ -65,7 +65,7 @@ struct Lines {
     items += step.items;
   }
   void on_epoch_end(std::int64_t epoch) const { print("epoch {}: training loss {:.4f}\n", epoch + 1, sum / items); }
-  /// An epoch that goes on from a state has the losses before it, too.
+  /// Saves the sums, so that a resumed epoch's loss includes the batches before.
   void state(ga::Archive& archive) {
     archive("sum", sum);
     archive("items", items);
@@ -75,11 +75,11 @@ struct Lines {
   template <class... Values>
   static void print(fmt::format_string<Values...> format, Values&&... values) {
     fmt::print(format, std::forward<Values>(values)...);
-    std::fflush(stdout);  // now, also where the output is a file that somebody follows
+    std::fflush(stdout);  // show lines immediately, also in a file
   }
 };
 
-/// Policies, each where an option asks for it.
+/// Makes the policy that saves states, if --save is given.
 inline std::optional<ga::SaveState> saving(const Options& options) {
   if (options.save.empty()) return std::nullopt;
   return ga::SaveState{.directory = options.save, .every_updates = 500, .on_signals = true};
@@ -96,13 +96,13 @@ inline std::optional<ga::Report> report(const Options& options) {
                                  {"largest norm", fmt::format("{:g}", options.clip)}}};
 }
 
-/// A twentieth of the updates warms up. The Trainer tells the schedule how many there are.
+/// Warms up for a twentieth of the updates. The Trainer gives the schedule their number.
 inline ga::Schedule<ga::lr::Cosine> schedule(const Batches& batches, const Options& options) {
   const auto updates = options.epochs * ((batches.size() + options.accumulate - 1) / options.accumulate);
   return {ga::lr::Cosine{.peak = options.learning_rate, .warmup = updates / 20}};
 }
 
-/// All of a file's tensors, on the model's device.
+/// Loads a file's tensors onto the model's device.
 inline Batches batches_of(const std::string& file, at::Device device, const Options& options, bool shuffle) {
   auto tensors = ga::io::load_file(file);
   for (auto& [name, tensor] : tensors) tensor = tensor.to(device);

@@ -12,7 +12,7 @@
 
 namespace fashion_mnist {
 
-/// How many micro-batches an update takes, by epoch: `4` throughout, or `0:8,4:2` for 8 from epoch 0 and 2 from
+/// The number of micro-batches per update, by epoch: `4` throughout, or `0:8,4:2` for 8 from epoch 0 and 2 from
 /// epoch 4 on (counted from 0).
 class AccumulationSchedule {
  public:

@@ -16,7 +16,7 @@ namespace fashion_mnist {
 
 namespace detail {
 
-/// The number that the whole text is.
+/// Parses a number; the text must contain nothing else.
 template <class Number>
 std::optional<Number> number_of(std::string_view text) {
   Number number = 0;
@@ -35,7 +35,7 @@ inline std::optional<double> bytes_of_unit(std::string_view unit) {
 
 }  // namespace detail
 
-/// `12MiB`, `1.5GiB`; none where it is no such text, or less than a byte.
+/// Parses `12MiB` or `1.5GiB`; empty if the text has another form or is less than a byte.
 inline std::optional<std::int64_t> number_of_bytes(std::string_view text) {
   const auto digits = text.substr(0, std::min(text.find_first_not_of("0123456789."), text.size()));
   const auto number = detail::number_of<double>(digits), scale = detail::bytes_of_unit(text.substr(digits.size()));
@@ -44,7 +44,7 @@ inline std::optional<std::int64_t> number_of_bytes(std::string_view text) {
   return static_cast<std::int64_t>(std::min(bytes, 0x1p62));
 }
 
-/// What --checkpoint says: a number of segments (`4`), or with a unit a memory budget (`12MiB`, `1.5GiB`).
+/// Parses --checkpoint: a number of segments (`4`), or with a unit a memory budget (`12MiB`, `1.5GiB`).
 inline gradaccum::CheckpointedSequentialOptions checkpoint_choice(const std::string& text) {
   if (const auto segments = detail::number_of<std::int64_t>(text); segments && *segments >= 1)
     return {.segments = *segments};

@@ -41,8 +41,8 @@ struct NamedRun {
   RunResult result = {};
 };
 
-/// With batches of B; with batches of B/4 that are accumulated over 4 steps; with batches of B compiled, if it was; and
-/// with batches of B in bfloat16, where that is fast, unless it is about float64.
+/// Returns the runs of --compare: batches of B; batches of B/4 accumulated over 4 steps; batches of B compiled, if they
+/// were; and batches of B in bfloat16 if that is fast, except for float64.
 inline std::vector<NamedRun> runs_to_compare(const Options& large) {
   auto plain = large;
   plain.compile.clear();
@@ -69,7 +69,7 @@ inline void print_table(const std::vector<NamedRun>& runs) {
                static_cast<double>(result.peak_bytes) / 1e6);
 }
 
-/// With --report on one page, on the same axes.
+/// Trains all runs; --report shows them on one page with the same axes.
 inline void train_all(std::vector<NamedRun>& runs, const Dataset& dataset, const std::string& report = {}) {
   std::optional<ga::RunPage> page;
   if (!report.empty()) page.emplace(ga::RunPageOptions{.path = report, .title = "FashionMNIST"});
@@ -85,10 +85,10 @@ inline void train_all(std::vector<NamedRun>& runs, const Dataset& dataset, const
   if (page) page->end();
 }
 
-/// Trains several times from the same seed, and sets the results side by side.
+/// Trains several times from the same seed, and prints the results in a table.
 inline void compare(const Options& options, const Dataset& dataset) {
   auto runs = runs_to_compare(options);
-  // The mean of a window's means is the mean over its samples only where its batches are equally large.
+  // The mean of a window's means equals the mean over its samples only if its batches are equally large.
   if (const auto samples = dataset.train.images.size(0), size = runs[1].options.batch_size; samples % size != 0)
     throw std::runtime_error(
         fmt::format("--compare: a quarter of --batch-size must divide the {} training images, got {}", samples, size));
@@ -111,8 +111,8 @@ inline void compare(const Options& options, const Dataset& dataset) {
   if (!options.report.empty()) fmt::print("The curves of all runs: {}\n", options.report);
 }
 
-/// An update of 64 images in two ways: by micro-batches of 4, and of 1. Same arithmetic, but not the same time: fill
-/// the device first, then accumulate.
+/// Compares an update of 64 images by micro-batches of 4 and of 1. The arithmetic is the same, but the time is not:
+/// fill the device first, then accumulate.
 inline void compare_micro_batches(const Options& options, const Dataset& dataset) {
   for (const std::int64_t size : {4, 1}) {
     auto run = options;

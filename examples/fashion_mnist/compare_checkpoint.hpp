@@ -19,18 +19,18 @@
 
 namespace fashion_mnist {
 
-/// Compares bits, so that NaN is NaN.
+/// Compares bits, so that NaN equals NaN.
 inline bool same_bits(const std::vector<at::Tensor>& left, const std::vector<at::Tensor>& right) {
   return std::ranges::equal(left, right, [](const at::Tensor& one, const at::Tensor& other) {
     return at::equal(one.detach().view(torch::kUInt8), other.detach().view(torch::kUInt8));
   });
 }
 
-/// What forward and backward take by themselves.
+/// The cost of forward and backward alone.
 struct PassCost {
   double seconds = 0;
   std::int64_t samples = 0;
-  std::int64_t peak_bytes = 0;  // activations, and gradients on their way
+  std::int64_t peak_bytes = 0;  // activations and temporary gradients
 
   void add(const NamedRun& run, const ga::data::Batch& batch) {
     const auto start = std::chrono::steady_clock::now();
@@ -43,12 +43,12 @@ struct PassCost {
   }
 };
 
-/// Of each run, over the training images once more, batch by batch in turns: what is done only once is behind both,
-/// and a machine that becomes slower does so for both.
+/// Measures each run on the training images once more, alternating batch by batch: initialization is over for both, and
+/// a slowdown of the machine affects both.
 inline std::vector<PassCost> measure_passes(const std::vector<NamedRun>& runs) {
   for (const auto& run : runs) {
-    run.result.setup->model->train();                // as in training: the plan is for that
-    for (auto& parameter : run.result.parameters())  // gradients that are there already are no part of the peak
+    run.result.setup->model->train();                // the plan is for training
+    for (auto& parameter : run.result.parameters())  // allocated gradients are not part of the peak
       parameter.mutable_grad() = torch::zeros_like(parameter);
   }
   std::vector<PassCost> costs(runs.size());
@@ -57,7 +57,7 @@ inline std::vector<PassCost> measure_passes(const std::vector<NamedRun>& runs) {
   return costs;
 }
 
-/// `27 % less`, `6 % more`
+/// Formats `27 % less` or `6 % more`.
 inline std::string change(double from, double to) {
   const auto percent = 100 * (to / from - 1);
   return fmt::format("{:.0f} % {}", std::abs(percent), percent > 0 ? "more" : "less");
@@ -81,7 +81,7 @@ inline void print_changes(const std::vector<NamedRun>& runs, const std::vector<P
       change(costs[0].seconds, costs[1].seconds));
 }
 
-/// Trains with all activations kept, and then with some of them made again in backward: less memory, more time, the
+/// Trains with all activations kept, and then with some of them recomputed in backward: less memory, more time, the
 /// same parameters.
 inline void compare_checkpoint(const Options& options, const Dataset& dataset) {
   std::vector<NamedRun> runs{{"plain", options}, {"checkpointed", options}};

@@ -19,12 +19,12 @@
 #include "own_loop.hpp"
 #include "with_trainer.hpp"
 
-/// What --memory-budget shows: batches that take much more than there is, divided so that they fit, and exact.
+/// Shows --memory-budget: batches that need much more memory than there is are divided to fit, with an exact result.
 namespace fashion_mnist {
 
 using Rows = std::vector<std::int64_t>;  // of each micro-batch of an update
 
-/// Forward and backward of the whole batch.
+/// Measures forward and backward of the whole batch.
 inline std::int64_t bytes_of_batch(const Options& options, const Dataset& dataset) {
   Setup setup(options, dataset);
   const auto batch = *setup.batches.begin();
@@ -33,7 +33,7 @@ inline std::int64_t bytes_of_batch(const Options& options, const Dataset& datase
   return meter.peak_bytes();
 }
 
-/// An update with micro-batches of so many rows, by hand.
+/// Makes an update with micro-batches of the given rows, without the Trainer.
 inline void update_by_hand(Setup& setup, Accumulator& optimizer, const ga::data::Batch& batch, const Rows& rows) {
   optimizer.set_steps(static_cast<std::int64_t>(rows.size()));
   std::int64_t from = 0;
@@ -46,7 +46,7 @@ inline void update_by_hand(Setup& setup, Accumulator& optimizer, const ga::data:
   }
 }
 
-/// A training without a number of rows in it. Gives the rows that it took, update by update.
+/// Trains within the budget, without a given number of rows. Returns the rows of each update's micro-batches.
 inline std::vector<Rows> train_in_budget(Setup& setup, const Options& options) {
   std::vector<Rows> rows;
   const ga::FitMemory* memory = nullptr;
@@ -65,7 +65,7 @@ inline void train_by_hand(Setup& setup, const Options& options, const std::vecto
     for (const auto& batch : setup.batches) update_by_hand(setup, optimizer, batch, rows.at(update++));
 }
 
-/// One update again and again, whose memory ends at its first allocation, at its second, … Gives how many there were.
+/// Repeats one update with a failure at its first allocation, its second, and so on. Returns the number of failures.
 inline std::int64_t survive_failures(const Options& options, const Dataset& dataset) {
   auto small = options;
   small.batch_size = 128;

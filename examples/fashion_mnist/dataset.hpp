@@ -19,19 +19,19 @@ struct Dataset {
   Split train, test;
 };
 
-/// The images of an IDX file as uint8 [N, 28, 28].
+/// Reads the images of an IDX file as uint8 [N, 28, 28].
 inline at::Tensor read_idx_images(const std::filesystem::path& path) {
   auto file = read_idx(path, IdxKind::images);
   return torch::from_blob(file.bytes.data(), {file.count, image_side, image_side}, torch::kUInt8).clone();
 }
 
-/// The labels of an IDX file as int64 [N], the type that cross entropy wants.
+/// Reads the labels of an IDX file as int64 [N], the type that cross entropy requires.
 inline at::Tensor read_idx_labels(const std::filesystem::path& path) {
   auto file = read_idx(path, IdxKind::labels);
   return torch::from_blob(file.bytes.data(), {file.count}, torch::kUInt8).to(torch::kInt64);
 }
 
-/// `directory/name.gz`, or `directory/name` where it lies there unzipped.
+/// Returns `directory/name.gz`, or `directory/name` if the file is not compressed.
 inline std::filesystem::path find_idx_file(const std::filesystem::path& directory, const std::string& name) {
   for (const auto& candidate : {name + ".gz", name})
     if (std::filesystem::exists(directory / candidate)) return directory / candidate;
@@ -47,7 +47,7 @@ inline Split load_split(const std::filesystem::path& directory, const std::strin
   const auto labels = read_idx_labels(label_path);
   if (labels.size(0) != images.size(0))
     fail(label_path, "must hold one label for each of the ", images.size(0), " images, got ", labels.size(0));
-  // Bytes travel to the device, which makes the larger floats itself.
+  // Copies bytes to the device, which converts them to floats.
   return {images.to(device).to(dtype).div_(255), labels.to(device)};
 }
 

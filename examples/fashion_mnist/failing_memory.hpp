@@ -10,7 +10,7 @@
 
 namespace fashion_mnist {
 
-/// For a scope the CPU's memory ends at the n-th allocation, counted from 0, once: to see what becomes of an update.
+/// Makes the CPU's n-th allocation of a scope fail, counted from 0, to test an update that runs out of memory.
 class FailingMemory : public c10::Allocator {
  public:
   explicit FailingMemory(std::int64_t n) : left_(n) { c10::SetCPUAllocator(this, /*priority=*/100); }

@@ -15,7 +15,7 @@
 
 namespace fashion_mnist {
 
-/// Throws an error that names the file, what it must be, and what it is.
+/// Throws an error with the file, the requirement and the value.
 template <class... Parts>
 [[noreturn]] void fail(const std::filesystem::path& path, const Parts&... parts) {
   std::ostringstream message;
@@ -24,9 +24,9 @@ template <class... Parts>
   throw std::runtime_error(message.str());
 }
 
-/// Reads a file, gzip-compressed or not, and trusts nothing about it.
+/// Reads an untrusted file, gzip-compressed or not.
 ///
-/// It inflates no more than it is asked for, so a few kilobytes that would expand to gigabytes stay harmless.
+/// Inflates only the requested bytes, so that a few kilobytes that would expand to gigabytes are harmless.
 class GzipReader {
  public:
   explicit GzipReader(std::filesystem::path path) : path_(std::move(path)) {
@@ -42,10 +42,10 @@ class GzipReader {
     if (!file_) fail(path_, "must be readable, got '", std::strerror(errno), "'");
   }
 
-  /// The next `limit` bytes; fewer only where the file ends.
+  /// Returns the next `limit` bytes; fewer only at the end of the file.
   ///
-  /// Memory is at most doubled by each read that brings bytes, so a header that promises more than the file has
-  /// cannot make us allocate it.
+  /// The buffer at most doubles with each successful read, so a header that promises more than the file has cannot
+  /// cause a large allocation.
   std::vector<std::uint8_t> read(std::size_t limit) {
     std::vector<std::uint8_t> bytes;
     while (bytes.size() < limit) {
@@ -59,7 +59,7 @@ class GzipReader {
     return bytes;
   }
 
-  /// Throws unless the file ends here. zlib compares checksums only when it meets the end, so this must be asked.
+  /// Throws unless the file ends here. Call it, because zlib compares checksums only at the end.
   void expect_end() {
     std::uint8_t byte;
     if (read_some(&byte, 1) != 0) fail(path_, "must end after the data that its header promises, but goes on");
@@ -77,7 +77,7 @@ class GzipReader {
     const int got = gzread(file_.get(), target, static_cast<unsigned>(size));
     int error = Z_OK;
     const char* message = gzerror(file_.get(), &error);
-    // A file cut short is no error to gzread itself: it reports the bytes before the cut.
+    // gzread reports no error for a truncated file, only the bytes before the cut.
     if (got < 0 || error != Z_OK) fail(path_, "must be intact, but reading it gave '", message, "'");
     return static_cast<std::size_t>(got);
   }

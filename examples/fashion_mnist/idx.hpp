@@ -19,7 +19,7 @@ enum class IdxKind : std::uint32_t { labels = 0x00000801, images = 0x00000803 };
 
 inline constexpr std::int64_t image_side = 28;
 inline constexpr std::int64_t class_count = 10;
-inline constexpr std::int64_t max_idx_items = 1'000'000;  // bounds what a hostile file can make us hold: 784 MB
+inline constexpr std::int64_t max_idx_items = 1'000'000;  // limits the memory for a hostile file to 784 MB
 
 struct IdxFile {
   std::int64_t count = 0;           // images or labels
@@ -41,7 +41,7 @@ inline std::string describe_magic(std::uint32_t magic) {
   return text;
 }
 
-/// Checks the header and returns the count that it promises.
+/// Checks the header and returns its count.
 inline std::int64_t parse_idx_header(const std::filesystem::path& path, IdxKind kind,
                                      const std::vector<std::uint8_t>& header, std::size_t header_size) {
   const auto expected = static_cast<std::uint32_t>(kind);

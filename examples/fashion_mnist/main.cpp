@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Trains a small network on FashionMNIST with gradient accumulation. Read train.hpp first: the rest is around it.
+// Trains a small network on FashionMNIST with gradient accumulation. Start reading in train.hpp.
 
 #include <fmt/format.h>
 #include <torch/torch.h>
@@ -24,7 +24,7 @@
 
 namespace {
 
-/// Is no merit of the example's.
+/// Prints whether MKL's fast code is enabled on an AMD processor, which changes the measured times.
 void print_mkl() {
 #ifdef MKL_ON_AMD
   if (gradaccum::mkl_on_amd())
@@ -32,7 +32,7 @@ void print_mkl() {
 #endif
 }
 
-/// One of several processes, or the only one: rank 0 speaks for all, and each has a GPU of its own.
+/// Joins the other ranks, if there are any. Rank 0 prints and saves, and each rank uses its own GPU.
 gradaccum::ProcessGroup join_others(fashion_mnist::Options& options) {
   const auto group = gradaccum::ProcessGroup::from_environment();
   if (group.world_size() == 1) return group;
@@ -44,7 +44,7 @@ gradaccum::ProcessGroup join_others(fashion_mnist::Options& options) {
   return group;
 }
 
-/// Gives the program's status.
+/// Returns the program's exit status.
 int run(fashion_mnist::Options options) {
   const auto group = join_others(options);
   if (options.threads > 0) torch::set_num_threads(options.threads);
@@ -71,7 +71,7 @@ int run(fashion_mnist::Options options) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  gradaccum::keep_freed_memory();  // a third of the time of a small model, on glibc
+  gradaccum::keep_freed_memory();  // saves a third of a small model's time, on glibc
   const auto options = fashion_mnist::parse_options(argc, argv);
   try {
     return run(options);

@@ -14,10 +14,10 @@
 
 #include "setup.hpp"
 
-/// The objective of both loops, and the steps that are compiled or captured in its place.
+/// The objective of both loops, and the compiled or captured steps that replace it.
 namespace fashion_mnist {
 
-/// The loss of a batch, how many images it is the mean of, and what metrics look at.
+/// Returns a batch's loss, its number of images, and the logits for metrics.
 inline ga::Loss objective(Network& model, const ga::data::Batch& batch) {
   const auto logits = model->forward(batch.data);
   return ga::Loss{torch::cross_entropy_loss(logits, batch.target), batch.target.size(0)}.with(logits, batch.target);
@@ -27,7 +27,7 @@ using Objective = std::function<ga::Loss(Network&, const ga::data::Batch&)>;
 using CompiledObjective = ga::CompiledStep<Network, decltype(&objective)>;
 using GraphedObjective = ga::GraphedStep<Network, decltype(&objective)>;
 
-/// The objective, what --compile made of it, or its graphs on a GPU.
+/// Returns the objective, the step that --compile names, or the step's graphs on a GPU.
 inline Objective training_objective(Setup& setup, const Options& options) {
   if (!options.compile.empty()) return CompiledObjective(setup.model, &objective, options.compile);
   if (options.replays_graphs()) return GraphedObjective(setup.model, &objective);
@@ -39,7 +39,7 @@ inline void print_steps(const Objective& trained) {
   if (const auto* const step = trained.target<GraphedObjective>()) fmt::print("{}", fmt::streamed(step->report()));
 }
 
-/// Records the step that the options would train with, for tools/compile_step.py.
+/// Records the training step of these options for tools/compile_step.py.
 inline void record_step(const Options& options, const Dataset& dataset) {
   Setup setup(options, dataset);
   const ga::Autocast autocast(options.device, options.autocast_type(), options.mixed_precision());

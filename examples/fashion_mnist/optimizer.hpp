@@ -13,7 +13,7 @@
 
 namespace fashion_mnist {
 
-/// The optimizer of the name that --optimizer takes: those of LibTorch, in one pass over memory.
+/// Makes the optimizer that --optimizer names: LibTorch's algorithms, in one pass over memory.
 inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name,
                                                                std::vector<at::Tensor> parameters,
                                                                double learning_rate) {

@@ -22,7 +22,7 @@
 
 namespace fashion_mnist {
 
-inline constexpr std::int64_t compared_steps = 4;  // --compare sets a batch of B beside B/4 accumulated over 4 steps
+inline constexpr std::int64_t compared_steps = 4;  // --compare compares a batch of B to B/4 over 4 steps
 
 struct Options {
   std::int64_t depth = 2;
@@ -34,7 +34,7 @@ struct Options {
   std::string device = torch::cuda::is_available() ? "cuda" : "cpu";
   std::string dtype = "float32";
   std::string amp = "off";
-  int threads = 0;  // 0: as many as LibTorch chooses
+  int threads = 0;  // 0: LibTorch's default
   std::uint64_t seed = 0;
   std::string data = "/usr/share/datasets/fashion-mnist";
   bool trainer = false;
@@ -42,21 +42,21 @@ struct Options {
   std::int64_t save_every = 500;
   std::int64_t keep_last = 3;
   bool resume = false;
-  std::int64_t validate_every = 0;           // updates; 0: at the end of an epoch alone
-  std::int64_t patience = 0;                 // validations; 0: without end
+  std::int64_t validate_every = 0;           // updates; 0: only at the end of an epoch
+  std::int64_t patience = 0;                 // validations; 0: no limit
   std::string tensorboard, report, profile;  // a directory, a page, a directory; empty: none
   std::optional<ga::CheckpointedSequentialOptions> checkpoint = {};
   std::string record_step = {};  // directories; empty: neither
   std::string compile = {};
   bool graphs = true;
   std::int64_t memory_budget = 0;     // bytes; 0: none
-  ga::Shard shard = ga::Shard::none;  // what several processes divide
+  ga::Shard shard = ga::Shard::none;  // the state that ranks divide
   bool compare = false;
   bool compare_micro_batches = false;
 
   torch::Dtype scalar_type() const { return dtype == "float64" ? torch::kFloat64 : torch::kFloat32; }
   bool mixed_precision() const { return amp != "off"; }
-  /// Returns whether steps are captured as CUDA graphs, which keep the memory that checkpoints and budgets are to save.
+  /// Returns whether steps are captured as CUDA graphs, which keep the memory that checkpoints and budgets would save.
   bool replays_graphs() const { return graphs && !checkpoint && memory_budget == 0 && !at::Device(device).is_cpu(); }
   bool needs_trainer() const {
     return !save.empty() || validate_every > 0 || patience > 0 || !tensorboard.empty() || !report.empty() ||
@@ -71,7 +71,7 @@ struct Options {
 
 namespace detail {
 
-// Checks in the form that CLI11 wants: an empty string where the text is valid, else what is wrong with it.
+// Validators for CLI11: each returns an empty string if the text is valid, else the reason why it is not.
 
 inline auto whole_number(std::int64_t minimum, std::int64_t maximum) {
   return [=](const std::string& text) -> std::string {
@@ -226,7 +226,7 @@ inline void check_together(const Options& options) {
 
 }  // namespace detail
 
-/// The options of the command line. Ends the program after --help (status 0) or a mistake (one line, status 2).
+/// Parses the command line. Ends the program after --help (status 0) or a mistake (one line, status 2).
 inline Options parse_options(int argc, char** argv) {
   Options options;
   CLI::App app("Trains a small network on FashionMNIST with gradient accumulation.", "fashion_mnist");

@@ -17,19 +17,19 @@
 #include "run_on_page.hpp"
 #include "setup.hpp"
 
-/// The first of two starting points: the loop of any LibTorch program, with the accumulator in the optimizer's place.
+/// The first of two starting points: an ordinary LibTorch loop, with GradAccumulator around the optimizer.
 namespace fashion_mnist {
 
 using Accumulator = ga::GradAccumulator<torch::optim::Optimizer>;
 
-/// Forward, in 16 bits where --amp asks for it. Backward stays outside: it takes the types of forward by itself.
+/// Runs forward, in 16 bits if --amp is given. Backward stays outside, because it uses the dtypes of forward anyway.
 inline ga::Loss forward(const Objective& objective, Network& model, const ga::data::Batch& batch,
                         const Options& options) {
   ga::Autocast autocast(batch.data.device(), options.autocast_type(), options.mixed_precision());
   return objective(model, batch);
 }
 
-/// Shows how far the run is. The loss is read from the device only when it is shown.
+/// Prints the progress. Reads the loss from the device only to print it.
 class Progress {
  public:
   explicit Progress(std::int64_t samples) : samples_(samples) {}
@@ -46,23 +46,23 @@ class Progress {
   std::int64_t samples_, done_ = 0;
 };
 
-/// One pass over the training images, and a flush after it.
+/// Trains one epoch, and flushes after it.
 inline void train_epoch(Setup& setup, const Objective& objective, Accumulator& optimizer, ga::AmpScaler& scaler,
                         ga::Replicas& replicas, const Options& options, Progress& progress, RunOnPage& page) {
   setup.model->train();
   for (const auto& batch : setup.batches) {
     const auto loss = forward(objective, setup.model, batch, options);
     scaler.scale(loss).backward();
-    scaler.step(optimizer);  // moves the parameters when the window is full, unless float16 overflowed
+    scaler.step(optimizer);  // updates when the window is full, unless float16 overflowed
     scaler.update();
     optimizer.zero_grad();  // does nothing inside a window
     progress.add(loss.mean, batch.target.size(0) * setup.group.world_size(), optimizer);
     page.add(loss.mean, optimizer.updates());
   }
-  optimizer.flush();  // the last window may be shorter: it counts with its own mean
+  optimizer.flush();  // a shorter last window has its own mean
   scaler.update();
   page.end_window(optimizer.updates());
-  while (replicas.others_continue()) {  // of several processes one may have a batch less
+  while (replicas.others_continue()) {  // a rank may have a batch less than others
     scaler.step(optimizer);
     scaler.update();
     optimizer.zero_grad();
@@ -82,7 +82,7 @@ inline ga::Evaluation evaluate(Setup& setup, const Options& options) {
   return {.metrics = {{"loss", loss.value()}, {"accuracy", accuracy.value()}}};
 }
 
-/// Says how many steps are accumulated, wherever that changes.
+/// Sets the number of accumulation steps, and prints it when it changes.
 inline void set_steps(std::int64_t epoch, const AccumulationSchedule& accumulate, Accumulator& optimizer) {
   const auto steps = accumulate.steps(epoch);
   if (steps == (epoch == 0 ? 1 : accumulate.steps(epoch - 1))) return;
@@ -93,7 +93,7 @@ inline void set_steps(std::int64_t epoch, const AccumulationSchedule& accumulate
 inline ga::Evaluation train_by_hand(Setup& setup, const Options& options, RunOnPage page = {}) {
   const auto learned = training_objective(setup, options);
   Accumulator optimizer(*setup.optimizer, {.steps = options.accumulate.steps(0)});
-  ga::AmpScaler scaler({.enabled = options.scales_loss()});  // if not, it leaves the loss alone and just steps
+  ga::AmpScaler scaler({.enabled = options.scales_loss()});  // if disabled, it only steps
   ga::Replicas replicas(setup.group, setup.model, optimizer, {.shard = options.shard});
   Progress progress(options.epochs * setup.batches.rows());
   ga::Evaluation test;

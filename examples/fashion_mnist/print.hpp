@@ -13,7 +13,7 @@ namespace fashion_mnist {
 
 inline void print_heading(std::int64_t epoch) {
   fmt::print("Epoch {}\n-------------------------------\n", epoch + 1);
-  std::fflush(stdout);  // now, also where the output is a file that somebody follows
+  std::fflush(stdout);  // show lines immediately, also in a file
 }
 
 inline void print_stopped(int signal, const std::string& directory) {

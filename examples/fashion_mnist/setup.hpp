@@ -14,7 +14,7 @@
 
 namespace fashion_mnist {
 
-/// What a run trains, and with what: the same options give the same, bit for bit.
+/// Model, optimizer and data of a run. The same options give the same setup, bit for bit.
 struct Setup {
   Setup(const Options& options, const Dataset& dataset, const ga::ProcessGroup& processes = {})
       : group(processes),
@@ -26,7 +26,7 @@ struct Setup {
                  .seed = options.seed,
                  .rank = group.rank(),
                  .world_size = group.world_size()}),
-        // Evaluated in batches of the same size: what fits for training fits for this too.
+        // Evaluates in batches of the training's size, because that size fits into memory.
         test_batches(dataset.test.images, dataset.test.labels, {.batch_size = options.batch_size}),
         test_share(dataset.test.images, dataset.test.labels,
                    {.batch_size = options.batch_size, .rank = group.rank(), .world_size = group.world_size()}) {}
@@ -35,7 +35,7 @@ struct Setup {
   Network model;
   std::unique_ptr<torch::optim::Optimizer> optimizer;
   ga::data::TensorBatches batches, test_batches;
-  ga::data::TensorBatches test_share;  // this process's
+  ga::data::TensorBatches test_share;  // this rank's
 
  private:
   static Network seeded_model(const Options& options) {

@@ -19,22 +19,22 @@ namespace fashion_mnist {
 
 struct RunResult {
   ga::Evaluation test;
-  double seconds = 0;             // training and evaluation; of one that was resumed, all of them
+  double seconds = 0;             // of training and evaluation, also before a resume
   double samples_per_second = 0;  // training images in that time
   std::int64_t peak_bytes = 0;    // beyond the data set: parameters, gradients, optimizer state, batches, activations
-  std::int64_t peak_resident_bytes = 0;  // of the process, data set and libraries included; 0 where nobody tells
-  int signal = 0;                        // that ended it early
-  std::shared_ptr<Setup> setup;          // what was trained
+  std::int64_t peak_resident_bytes = 0;  // of the process, data set and libraries included; 0: unknown
+  int signal = 0;                        // the signal that stopped it early
+  std::shared_ptr<Setup> setup;          // the trained model, and its data
 
   std::vector<at::Tensor> parameters() const { return setup->model->parameters(); }
 };
 
-/// Trains a new model as the options say and prints how it goes. Both loops give the same result, bit for bit, where
-/// batches are equally large. `group`: the processes that train together, each with its share of the batches.
+/// Trains a new model and prints its progress. Both loops give the same result, bit for bit, if batches are equally
+/// large. `group`: the ranks that train together, each with its share of the batches.
 inline RunResult train(const Options& options, const Dataset& dataset, const ga::ProcessGroup& group = {},
                        const RunOnPage& page = {}) {
-  std::optional<ga::MemoryMeter> meter;          // of this scope: the data set was there before
-  if (options.profile.empty()) meter.emplace();  // LibTorch's profiler needs its place
+  std::optional<ga::MemoryMeter> meter;          // excludes the data set, which exists already
+  if (options.profile.empty()) meter.emplace();  // not with LibTorch's profiler, which uses the same hook
   RunResult result;
   result.setup = std::make_shared<Setup>(options, dataset, group);
   auto& setup = *result.setup;
@@ -59,7 +59,7 @@ inline RunResult train(const Options& options, const Dataset& dataset, const ga:
   return result;
 }
 
-/// What Linux counts, beside what tensors took: no allocation of the process's is left out.
+/// Prints Linux's count, which includes all allocations of the process, unlike the count of tensors.
 inline void print_resident(const RunResult& result) {
   fmt::print("Peak resident memory of the process: {:.0f} MB\n", static_cast<double>(result.peak_resident_bytes) / 1e6);
 }

@@ -17,7 +17,7 @@ namespace fashion_mnist {
 
 namespace ga = gradaccum;
 
-// Policies that look at a training, each where an option asks for it.
+// Policies that observe a training, if their option is given.
 
 inline std::optional<ga::EarlyStopping> stopping_early(const Options& options) {
   if (options.patience == 0) return std::nullopt;
@@ -44,7 +44,7 @@ inline std::optional<ga::Report> report(const Options& options) {
                                  {"mixed precision", options.amp}}};
 }
 
-/// Of three updates, when those before them have warmed up.
+/// Profiles three updates after warming up.
 inline std::optional<ga::Profile> profile(const Options& options) {
   if (options.profile.empty()) return std::nullopt;
   return ga::Profile{.updates = {10, 13}, .directory = options.profile};

@@ -16,10 +16,10 @@
 #include "setup.hpp"
 #include "watching.hpp"
 
-/// The second of two starting points: the Trainer, and a policy of one's own.
+/// The second of two starting points: the Trainer with a custom policy.
 namespace fashion_mnist {
 
-/// A policy: prints the heading of an epoch, and how well the model does on the test images.
+/// A policy: prints a heading for each epoch, and the results on the test images.
 struct Lines {
   bool had_results = false;
 
@@ -35,7 +35,7 @@ struct Trained {
   ga::FitReport report;
 };
 
-/// A policy, where --save names a directory. With --patience the best state stays.
+/// Makes the policy that saves states, if --save is given. With --patience it keeps the best state.
 inline std::optional<ga::SaveState> saving(const Options& options) {
   if (options.save.empty()) return std::nullopt;
   return ga::SaveState{.directory = options.save,
@@ -45,7 +45,7 @@ inline std::optional<ga::SaveState> saving(const Options& options) {
                        .keep_best = options.patience > 0 ? 1 : 0};
 }
 
-/// Goes on from a state where --resume says so.
+/// Trains with the Trainer; resumes from a state with --resume.
 inline Trained train_with_trainer(Setup& setup, const Options& options, const RunOnPage& page = {}) {
   const auto learned = training_objective(setup, options);
   ga::Trainer trainer(
@@ -68,7 +68,7 @@ inline Trained train_with_trainer(Setup& setup, const Options& options, const Ru
   return {last, report};
 }
 
-/// Trains without looking at the test images, and tells time and memory.
+/// Trains without evaluation, and returns time and memory.
 inline ga::FitReport measure_with_trainer(Setup& setup, const Options& options) {
   ga::Trainer trainer(setup.model, setup.optimizer, objective,
                       ga::Accumulate{.schedule = options.accumulate.by_epoch()}, ga::Progress{});

@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-// Programs as people write them, and the same after gradaccum has been adopted: with windows of one they give the same
-// bits, with windows of four the large batch; docs/from_python.md tells how many lines that took.
+// Typical programs, before and after gradaccum is adopted: with windows of one they give the same bits, with windows of
+// four the large batch. docs/from_python.md has the numbers of changed lines.
 
 using namespace testing;
 
@@ -25,7 +25,7 @@ void run(const std::string& command) {
 struct Form {
   std::string program, name;
 
-  /// The parameters at its end, in one vector.
+  /// Returns the final parameters in one vector.
   at::Tensor parameters(const std::string& arguments) const {
     const Directory directory;
     const auto file = directory / "parameters";
@@ -39,7 +39,7 @@ struct Form {
   std::filesystem::path source() const { return std::filesystem::path(ADOPTION_SOURCES) / program / (name + ".cpp"); }
 };
 
-/// `+4 −1`: the lines that were added, and taken away; indentation does not count.
+/// Returns `+4 −1`: the numbers of added and removed lines, without changes of indentation.
 std::string changed_lines(const Form& before, const Form& after) {
   const Directory directory;
   const auto file = directory / "diff";
@@ -62,10 +62,10 @@ TEST_CASE("adoption: the same bits in windows of one, the large batch in windows
   const Form original{program, "original"}, adopted{program, "adopted"};
   INFO(program);
 
-  const bool lstm = program == "lstm";  // whose rows are the batch; and its clipping was replaced
+  const bool lstm = program == "lstm";  // its rows are the batch, and its clipping was replaced
 
   const auto before = original.parameters("8"), after = adopted.parameters("8 1");
-  if (lstm)  // LibTorch's clipping adds 1e-6 to the norm, and rounds otherwise
+  if (lstm)  // LibTorch's clipping adds 1e-6 to the norm, and rounds differently
     CHECK(distance(after, before) < 1e-5);
   else
     CHECK(at::equal(after, before));
@@ -77,7 +77,7 @@ TEST_CASE("adoption: the same bits in windows of one, the large batch in windows
   if (!lstm) CHECK(distance(small, large) > 1e-3);
 }
 
-TEST_CASE("adoption: the changed lines are those that the documentation tells") {
+TEST_CASE("adoption: the changed lines match the documentation") {
   const auto table = text_of(ADOPTION_TABLE);
   for (const std::string program : {"cnn", "dcgan", "lstm", "actor_critic", "fine_tuning", "scheduler", "cpp17"}) {
     const auto changed = changed_lines({program, "original"}, {program, "adopted"});

@@ -19,7 +19,7 @@ using namespace bloom;
 
 namespace {
 
-/// The data set's folders with a review in each, and what is in the folders but is none.
+/// The data set's folders with a review in each, and files that are not reviews.
 struct AclImdb {
   testing::Directory directory;
   AclImdb() {
@@ -48,7 +48,7 @@ TEST_CASE("aclImdb: both parts, or one") {
   REQUIRE(both.skipped == 0);
 }
 
-TEST_CASE("aclImdb: in the order of file names, bytes as they are") {
+TEST_CASE("aclImdb: in the order of file names, with unchanged bytes") {
   const AclImdb files;
   for (const std::string name : {"10_8", "9_7", "100_10", "1_1", "B", "a"})
     files.write("train/pos/" + name + ".txt", name);
@@ -71,7 +71,7 @@ TEST_CASE("aclImdb: files without text are skipped and counted") {
   REQUIRE_ERROR("test: must have a review with text, got 3 without", read_acl_imdb(files.directory / "test"));
 }
 
-TEST_CASE("aclImdb: what is missing is named") {
+TEST_CASE("aclImdb: missing parts are named") {
   const AclImdb files;
   fs::remove_all(files.directory / "test/pos");
   REQUIRE_ERROR("test/pos: must be a folder of reviews, *.txt, but there is none", read_acl_imdb(files.root()));

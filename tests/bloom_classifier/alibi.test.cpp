@@ -38,13 +38,13 @@ struct Case {
   }
   at::Tensor with_alibi() const { return with(bloom::alibi_channels(n_head, head_dim, t)); }
 
-  // The bias added to scores of the dtype, as transformers does.
+  // Adds the bias to scores in their dtype, as transformers does.
   at::Tensor with_16_bit_bias() const {
     const auto scores = query.matmul(key.transpose(1, 2)) / std::sqrt(static_cast<double>(head_dim));
     return attention_of(scores + bias().to(query.dtype()), value);
   }
 
-  // In float64, by the formula.
+  // Computes the formula in float64.
   at::Tensor expected() const {
     const auto q = query.to(at::kDouble), k = key.to(at::kDouble);
     const auto scores = q.matmul(k.transpose(1, 2)) / std::sqrt(static_cast<double>(head_dim));
@@ -61,14 +61,14 @@ struct Case {
   }
 };
 
-// As the channels would be with fewer pieces of the slope.
+// Returns the channels with fewer pieces of the slope.
 at::Tensor channels_with_pieces(const Case& attention, int pieces) {
   auto channels = bloom::alibi_channels(attention.n_head, attention.head_dim, attention.t);
   channels.select(2, 0).narrow(-1, 2 * pieces, 6 - 2 * pieces).zero_();
   return channels;
 }
 
-// Bytes that forward and backward of an attention take at most, beyond what was there before.
+// Returns the peak bytes of an attention's forward and backward.
 std::int64_t peak_of_attention(std::int64_t t, bool flash) {
   const bloom::BloomConfig config{.hidden_size = 64, .n_head = 8};
   bloom::BloomAttention attention(config, std::make_shared<bloom::AlibiChannels>(config.n_head, config.head_dim()));
@@ -91,7 +91,7 @@ TEST_CASE("ALiBi: slopes are those of transformers") {
     CHECK(difference(torch::tensor(bloom::alibi_slopes(expected.numel())), expected) <= 1e-8);
   }
   CHECK(bloom::alibi_slopes(1) == std::vector<float>{1.f / 256});
-  const auto slopes = bloom::alibi_slopes(112);  // the largest BLOOM's
+  const auto slopes = bloom::alibi_slopes(112);  // the largest BLOOM has 112 heads
   CHECK(slopes[0] == Approx(std::exp2(-0.125)));
   CHECK(slopes[63] == Approx(std::exp2(-8)));
   CHECK(slopes[64] == Approx(std::exp2(-0.0625)));
@@ -103,19 +103,19 @@ TEST_CASE("ALiBi: the channels are exact in every dtype") {
   const auto channels = bloom::alibi_channels(3, 10, length);
   for (auto dtype : {at::kBFloat16, at::kHalf}) {
     CHECK(torch::equal(channels.select(2, 1).to(dtype).to(at::kFloat), channels.select(2, 1)));
-    // float16 has no exponents for the last bits of the smallest slopes
+    // float16's exponents cannot represent the last bits of the smallest slopes.
     const auto query = channels.select(2, 0);
     CHECK(difference(query.to(dtype), query) <= (dtype == at::kHalf ? 3e-8 : 0));
   }
   const auto wide = channels.to(at::kDouble);
-  const auto bias = (wide.select(2, 0) * wide.select(2, 1)).sum(-1);  // [length, 3]: as each head sees its own position
+  const auto bias = (wide.select(2, 0) * wide.select(2, 1)).sum(-1);  // [length, 3]: each head's bias at its position
   const auto slopes = torch::tensor(bloom::alibi_slopes(3)).to(at::kDouble) * std::sqrt(10.0);
   const auto expected = torch::arange(length, at::kDouble).unsqueeze(1) * slopes;
   CHECK(((bias - expected).abs() <= expected * 1e-7).all().item<bool>());
   CHECK(channels.select(2, 2).eq(0).all().item<bool>());
 }
 
-TEST_CASE("ALiBi: attention with the channels is attention with the bias") {
+TEST_CASE("ALiBi: attention with the channels equals attention with the bias") {
   CHECK(difference(Case(at::kDouble).with_alibi(), Case(at::kDouble).expected()) <= 1e-6);  // the slopes are float32
   const Case exact(at::kFloat);
   CHECK(difference(exact.with_alibi(), exact.expected()) <= 1e-4);
@@ -130,7 +130,7 @@ TEST_CASE("ALiBi: attention with the channels is attention with the bias") {
   }
 }
 
-TEST_CASE("ALiBi: channels are kept for the longest sequence, by dtype") {
+TEST_CASE("ALiBi: channels are cached for the longest sequence, by dtype") {
   bloom::AlibiChannels channels(4, 8);
   const auto expected = bloom::alibi_channels(4, 8, 30);
   const auto long_ones = channels(30, torch::empty(0));
@@ -157,7 +157,7 @@ TEST_CASE("ALiBi: threads may share the channels") {
   for (auto& thread : threads) CHECK(thread.get());
 }
 
-TEST_CASE("ALiBi: channels made in inference mode serve training") {
+TEST_CASE("ALiBi: channels made in inference mode can be used in training") {
   const bloom::BloomConfig config{.hidden_size = 8, .n_head = 2};
   bloom::BloomAttention attention(config, std::make_shared<bloom::AlibiChannels>(2, 4));
   const auto hidden = torch::randn({1, 5, 8});
@@ -169,7 +169,7 @@ TEST_CASE("ALiBi: channels made in inference mode serve training") {
   CHECK(attention->dense->weight.grad().defined());
 }
 
-TEST_CASE("ALiBi: attention takes memory for the tokens, not for their pairs, forward and backward") {
+TEST_CASE("ALiBi: attention needs memory for the tokens, not for their pairs, forward and backward") {
   const std::int64_t t = 1024, pairs = 8 * t * t * 4;
   CHECK(peak_of_attention(t, /*flash=*/true) < pairs / 4);
   CHECK(peak_of_attention(t, /*flash=*/false) > pairs);
@@ -193,7 +193,7 @@ TEST_CASE("BLOOM: in 16 bits scores are close to float32's") {
       auto half = python.load();
       half->to(dtype);
       CHECK(difference(python.logits(half, "long"), expected) / scale <= (dtype == at::kHalf ? 8e-3 : 6e-2));
-      // the control: padding as tokens
+      // Control: padding used as tokens gives other scores.
       CHECK(difference(half->forward(python.ids("left_without_mask")), python["left.logits"]) / scale > 0.2);
     }
   }

@@ -10,8 +10,8 @@
 #include <cstdint>
 #include <vector>
 
-// An epoch of the example's training is an update for each window's reviews as one batch. A widespread loop is not, by
-// two mistakes, of which each alone must be told from it.
+// The example makes one update from each window's reviews, like one batch. A widespread loop does not, because of two
+// mistakes; each alone must give a different result.
 
 namespace {
 
@@ -47,7 +47,7 @@ struct Setting {
     return folder;
   }
 
-  /// The micro-batches of the epoch, in its order.
+  /// Returns the micro-batches of the epoch, in its order.
   Batches batches(std::int64_t rows = 1) const {
     Batches all;
     for (auto& batch : reviews.train.training_batches(rows, 3, options.seed)) all.push_back(batch);
@@ -55,7 +55,7 @@ struct Setting {
   }
 };
 
-/// These rows as one batch, padded to its longest or further.
+/// Joins rows to one batch, padded to its longest or further.
 gradaccum::data::SequenceBatch joined(const Batches& batches, std::size_t from, std::size_t to,
                                       std::int64_t length = 0) {
   gradaccum::data::SequenceBatch all;
@@ -70,7 +70,7 @@ gradaccum::data::SequenceBatch joined(const Batches& batches, std::size_t from, 
   return {torch::cat(data), torch::cat(target), torch::cat(lengths), {}, torch::cat(indices)};
 }
 
-/// What the example must do: an update for each window, as one batch.
+/// Makes one update from each window as one batch, which the example must match.
 at::Tensor large_batches(const Setting& setting, const Batches& batches) {
   auto model = setting.model_folder().model;
   torch::optim::Adam optimizer(model->parameters(), torch::optim::AdamOptions(learning_rate));
@@ -84,8 +84,8 @@ at::Tensor large_batches(const Setting& setting, const Batches& batches) {
 
 struct Habits {
   bool steps_at_multiples = false;  // `if batch % 8 == 0`: after the first micro-batch, and never after the last ones
-  bool divides_by_eight = false;    // also what is less than 8
-  bool pads = false;                // all to the greatest length: no mistake, but work
+  bool divides_by_eight = false;    // also windows of fewer than 8
+  bool pads = false;                // all to the greatest length: correct, but slow
 };
 
 at::Tensor article_loop(const Setting& setting, const Habits& habits) {
@@ -111,7 +111,7 @@ at::Tensor article_loop(const Setting& setting, const Habits& habits) {
 
 }  // namespace
 
-TEST_CASE("bloom: an epoch is an update for each window as one large batch, the last, smaller one too") {
+TEST_CASE("bloom: an epoch makes an update for each window as one large batch, the last, smaller one too") {
   Setting setting;
   for (const std::int64_t rows : {1, 2}) {  // of 2: the last micro-batch has one
     setting.options.micro_batch = rows;
@@ -124,7 +124,7 @@ TEST_CASE("bloom: an epoch is an update for each window as one large batch, the 
   }
 }
 
-TEST_CASE("bloom: each mistake of the usual loop shows") {
+TEST_CASE("bloom: each mistake of the usual loop changes the result") {
   const Setting setting;
   const auto right = large_batches(setting, setting.batches());
   const auto off = [&](const Habits& habits) { return testing::distance(article_loop(setting, habits), right); };
@@ -134,7 +134,7 @@ TEST_CASE("bloom: each mistake of the usual loop shows") {
   CHECK(off({.steps_at_multiples = true, .divides_by_eight = true}) > 1e-4);
 }
 
-TEST_CASE("bloom: padding to the greatest length changes nothing but the time") {
+TEST_CASE("bloom: padding to the greatest length does not change the result") {
   const Setting setting;
   const auto batches = setting.batches();
   auto model = setting.model_folder().model;

@@ -2,7 +2,7 @@
 #
 # cmake -DEXAMPLE=<bloom_classifier> -DLAUNCH=<launch.sh> -DDIRECTORY=<scratch> -P bloom_classifier.test.cmake
 #
-# Runs the BLOOM example on files that it makes itself, and checks what it prints and writes.
+# Runs the BLOOM example on files that it makes, and checks its output and files.
 
 cmake_minimum_required(VERSION 3.25)
 
@@ -37,7 +37,7 @@ expect_match("${output}" "\n==> 8 micro-batches of one review an update\n${train
 expect_match("${output}" "\n==> 16 micro-batches of one review an update\n${training}")
 expect_match("${output}" "accumulate +time +test accuracy +updates +peak memory\n +1 .* 42 .*\n +8 .* 6 .*\n +16 .* 3 ")
 
-# Its files, by hand: trained, saved, used.
+# Uses the demo's files: trains, saves and predicts.
 set(train --model "${files}" --train "${files}/reviews.csv" --threads 1 --lr 0.001 --micro-batch 2 --accumulate 4)
 succeed(${train} --epochs 2 --save "${DIRECTORY}/saved" --save-every 4 --optimizer adamw)
 expect_match("${output}" "Epoch: 0002/0002 .*Test accuracy ${percent}\n.*Samples/second: .*Tokens/second: [0-9]+\nPadding: ")
@@ -48,7 +48,7 @@ foreach(name config.json model.safetensors tokenizer.json states)
   endif()
 endforeach()
 string(REGEX MATCH "Test accuracy [^\n]+" accuracy "${output}")
-# By several processes, with as many fewer micro-batches each.
+# Trains with several ranks, with accordingly fewer micro-batches each.
 function(expect_the_same_by number accumulate shard)
   execute_process(COMMAND "${LAUNCH}" ${number} "${EXAMPLE}" ${train} --epochs 2 --accumulate ${accumulate}
                           --save "${DIRECTORY}/by_${number}" --optimizer adamw --shard ${shard}
@@ -86,7 +86,7 @@ if(NOT output MATCHES "--model")
   message(FATAL_ERROR "predict --help must show --model, got\n${output}")
 endif()
 
-# Labels with names, which are shown, and kept.
+# Names of labels are printed and kept.
 file(READ "${DIRECTORY}/saved/config.json" config)
 string(REPLACE "LABEL_0" "no" config "${config}")
 string(REPLACE "LABEL_1" "yes" config "${config}")
@@ -104,7 +104,7 @@ if(NOT renamed STREQUAL config)
   message(FATAL_ERROR "a config.json must be saved as it was read, got\n${renamed}")
 endif()
 
-# Half of it, and then the rest: the same model to the byte.
+# Trains half of it, and then the rest: the model must be the same to the byte.
 succeed(${train} --epochs 1 --save "${DIRECTORY}/halves" --save-every 4 --optimizer adamw)
 succeed(${train} --epochs 2 --save "${DIRECTORY}/halves" --save-every 4 --optimizer adamw --resume)
 foreach(folder saved halves)
@@ -114,17 +114,17 @@ if(NOT saved STREQUAL halves)
   message(FATAL_ERROR "what was trained in two goes must be what was trained in one")
 endif()
 
-# Other ways to train, a window each.
+# Other ways to train, with one window each.
 foreach(how "--optimizer;adafactor" "--optimizer;adamw8bit" "--precision;bf16-mixed" "--checkpoint;1" "--memory-budget;8MB")
   succeed(${train} ${how})
   expect_match("${output}" "Test accuracy ${percent}\n")
 endforeach()
 
-# Lengths padded to a multiple: the shapes and the padding of an epoch are told.
+# With lengths padded to a multiple, prints the shapes and the padding of an epoch.
 succeed(${train} --pad-to-multiple-of 16)
 expect_match("${output}" "\nIn an epoch: [0-9]+ batches in [1-9][0-9]* shapes, [0-9]+[.][0-9] % padding\n.*Test accuracy ${percent}\n")
 
-# A model of another size, in shards; trained for some updates, and as a demo, which finds it there.
+# Makes a model of another size, in shards; trains it for some updates, and as a demo, which reuses it.
 succeed(make --layers 3 --size tiny --words 400 --seed 4 --shard-size 200KB --reviews 60 --output "${DIRECTORY}/made")
 expect_match("${output}" "^Made [^\n]*made: 175808 parameters, in [0-9.]+ s\n$")
 foreach(name config.json tokenizer.json model-00001-of-00004.safetensors model.safetensors.index.json reviews.csv)
@@ -144,14 +144,14 @@ endforeach()
 succeed(--model "${DIRECTORY}/made" --train "${DIRECTORY}/made/reviews.csv" --threads 1 --minutes 0.000001 --evaluate 3)
 expect_match("${output}" "updates: 1, skipped: 0\n")
 
-# Validated on the way, until patience is over.
+# Validates during training, until patience ends.
 succeed(--model "${DIRECTORY}/made" --train "${DIRECTORY}/made/reviews.csv" --threads 1 --validate-every 1 --patience 1
   --lr 1e-12 --accumulate 2 --epochs 3)
 expect_match("${output}" "Epoch: 0001/0003 \\| Batch 0002/[0-9]+ \\| Val acc\\.: [0-9.]+% \\| Val loss: [0-9.]+\n")
 expect_match("${output}" "Epochs: [0-9]+, updates: [2-9], skipped: 0\nStopped early: loss was best, [0-9.]+, at update [0-9]+, 1 validation ago\n")
 
-# Looked at.
-set(ENV{KINETO_LOG_LEVEL} 99) # what LibTorch's profiler says of itself
+# Writes TensorBoard files, a report and a profile.
+set(ENV{KINETO_LOG_LEVEL} 99) # silences LibTorch's profiler
 succeed(--model "${DIRECTORY}/made" --train "${DIRECTORY}/made/reviews.csv" --threads 1 --updates 7 --evaluate 3
   --tensorboard "${DIRECTORY}/board" --report "${DIRECTORY}/run.html" --profile "${DIRECTORY}/profile")
 expect_match("${output}" "forward")
@@ -162,7 +162,7 @@ foreach(file "${events}" "${DIRECTORY}/run.html" "${DIRECTORY}/profile/trace.jso
   endif()
 endforeach()
 
-# Mistakes.
+# Errors of users.
 expect_error(1 "made: must not exist yet, or be an empty folder" make --output "${DIRECTORY}/made")
 expect_error(1 "hidden_size must be divisible by n_head" make --output "${DIRECTORY}/none" --heads 7)
 expect_error(2 "--output is required" make)

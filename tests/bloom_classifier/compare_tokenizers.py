@@ -5,8 +5,8 @@ r"""Compares the ids of tokenizer_ids (C++) with those of Python's `tokenizers`,
         tests/bloom_classifier/tokenizer_ids.cpp -o /tmp/tokenizer_ids
     python tests/bloom_classifier/compare_tokenizers.py /tmp/tokenizer_ids --strings 100000 --documents /usr/share/doc
 
-Texts must decode to themselves; with the tokenizers made by chance, which lack bytes, to what they decode to in Python.
-Prints the numbers of texts and of differences, and ends with status 1 if there is any.
+Texts must decode to themselves; with random tokenizers, which lack bytes, to Python's result. Prints the numbers of
+texts and of differences, and ends with status 1 if there is any.
 """
 import argparse
 import gzip
@@ -32,7 +32,7 @@ def run(program, *arguments, texts):
 
 
 def encoded_in_cpp(program, path, texts):
-    """The ids of each text, and what they decode to."""
+    """Returns the ids of each text, and the text that they decode to."""
     output, at = run(program, "ids", path, texts=texts), 0
     for _ in texts:
         (count,) = struct.unpack_from("<I", output, at)
@@ -43,7 +43,7 @@ def encoded_in_cpp(program, path, texts):
 
 
 def documents(folders, limit):
-    """The texts of all files below the folders, zipped ones too, up to a number of bytes."""
+    """Returns the texts of all files below the folders, zipped ones too, up to a number of bytes."""
     found, size = [], 0
     for path in (path for folder in folders for path in sorted(pathlib.Path(folder).rglob("*")) if path.is_file()):
         try:
@@ -58,7 +58,7 @@ def documents(folders, limit):
 
 
 def differences(program, tokenizer, texts, decoded_in_python):
-    """The texts that are encoded otherwise than in Python, or decoded; and how many ids there are."""
+    """Returns the texts that are encoded or decoded differently from Python, and the number of ids."""
     in_python = Tokenizer.from_str(tokenizer)
     expected = [encoding.ids for encoding in in_python.encode_batch(texts)]
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
@@ -71,7 +71,7 @@ def differences(program, tokenizer, texts, decoded_in_python):
 
 
 def random_tokenizer(rnd):
-    """A small tokenizer of BLOOM's kind with merges, added tokens and options by chance."""
+    """Makes a small tokenizer of BLOOM's kind with random merges, added tokens and options."""
     tokens = rnd.sample(["a", "b", "c", "d", "Ġ", ".", "Ã", "©", "Ċ", "<", ">"], rnd.randint(3, 11))
     merges = []
     for _ in range(rnd.randint(0, 40)):

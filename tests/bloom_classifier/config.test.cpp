@@ -31,7 +31,7 @@ BloomConfig read_text(const std::string& text) {
 
 }  // namespace
 
-TEST_CASE("BloomConfig: reads what transformers wrote") {
+TEST_CASE("BloomConfig: reads a file of transformers") {
   const auto config = BloomConfig::from_file(data / "heads_3" / "config.json");
   CHECK(config.vocab_size == 40);
   CHECK(config.hidden_size == 12);
@@ -48,7 +48,7 @@ TEST_CASE("BloomConfig: reads what transformers wrote") {
   CHECK(BloomConfig::from_file(data / "heads_6" / "config.json").layer_norm_epsilon == 1e-4);
 }
 
-TEST_CASE("BloomConfig: writes what transformers reads") {
+TEST_CASE("BloomConfig: writes a file that transformers reads") {
   const auto config = BloomConfig::from_file(data / "heads_3" / "config.json");
   CHECK(config.to_json().dump(2) + "\n" == testing::text_of(data / "config_of_cpp.json"));  // model_values.py reads it
   CHECK(read(config.to_json()).to_json() == config.to_json());
@@ -78,9 +78,9 @@ TEST_CASE("BloomConfig: names have the aliases that BLOOM's files use") {
   CHECK(config.hidden_size == 1024);
   CHECK(config.n_head == 16);
   CHECK(config.n_layer == 24);
-  CHECK(config.parameter_count() == 559'214'592 + 2 * 1024);  // BLOOM-560m's, and the score's
+  CHECK(config.parameter_count() == 559'214'592 + 2 * 1024);  // BLOOM-560m's, and the classification head's
   CHECK(with("n_embed", 12).hidden_size == 12);
-  CHECK(with("", 24).hidden_size == 12);  // is a name of nothing
+  CHECK(with("", 24).hidden_size == 12);  // an unknown name
   REQUIRE_ERROR("config.json: hidden_size and n_embed must agree, got '12' and '24'", with("n_embed", 24));
   CHECK(with("num_labels", 5).num_labels == 5);
   CHECK(with("id2label", {{"0", "no"}, {"1", "yes"}, {"2", "so so"}}).num_labels == 3);
@@ -90,7 +90,7 @@ TEST_CASE("BloomConfig: names have the aliases that BLOOM's files use") {
   REQUIRE_ERROR("config.json: num_labels must be the size of id2label, 2, got 3", read(both));
 }
 
-TEST_CASE("BloomConfig: names of labels are kept, if they say something") {
+TEST_CASE("BloomConfig: names of labels are kept unless they are defaults") {
   const auto config = with("id2label", {{"1", "bad"}, {"0", "good"}, {"2", "bad"}});
   CHECK(config.labels == std::vector<std::string>{"good", "bad", "bad"});
   CHECK(config.to_json()["id2label"] == json({{"0", "good"}, {"1", "bad"}, {"2", "bad"}}));
@@ -177,7 +177,7 @@ TEST_CASE("BloomConfig: files are checked") {
   REQUIRE_ERROR("must be a regular file", BloomConfig::from_file(data));
 }
 
-TEST_CASE("BloomConfig: a message is short, whatever the file has") {
+TEST_CASE("BloomConfig: a message is short for any content of the file") {
   const std::string large(100'000, 'x');
   CHECK(testing::error_of([&] { with("model_type", large); }).size() < 200);
   CHECK(testing::error_of([&] { with("n_layer", json::array({large})); }).size() < 200);

@@ -65,7 +65,7 @@ TEST_CASE("CSV: fields, quotes and line ends") {
   REQUIRE(rows_of("caf\xC3\xA9,\xF0\x9F\x8E\xAC") == Rows{{"caf\xC3\xA9", "\xF0\x9F\x8E\xAC"}});
 }
 
-TEST_CASE("CSV: a row's line is where it begins, counted as editors do") {
+TEST_CASE("CSV: a row's line is its first, counted as editors do") {
   const std::string bytes = "\n\na,b\r\n\"1\n2\r\n3\",c\n\r\nd\n";
   CsvReader reader(bytes, "file");
   std::vector<std::string> row;
@@ -143,11 +143,11 @@ TEST_CASE("CSV: columns in any order, among others, and those of Kaggle's file")
   REQUIRE(reviews_of(",id,label,text,,\n7,8,1,a,x,y\n9,9,0,b,,\n") == rows);
   REQUIRE(reviews_of("\xEF\xBB\xBF\"text\",\"label\"\r\na,1\r\n\"b\",\"0\"\r\n") == rows);
   REQUIRE(reviews_of("review,sentiment\na,positive\nb,negative\n") == rows);
-  REQUIRE(reviews_of("review,label,text\nx,1,a\ny,0,b\n") == rows);  // `text` goes before `review`
+  REQUIRE(reviews_of("review,label,text\nx,1,a\ny,0,b\n") == rows);  // `text` takes precedence over `review`
   REQUIRE(reviews_of("text,label\na,9223372036854775807\n") == std::vector<Review>{{"a", 9223372036854775807}});
 }
 
-TEST_CASE("CSV: texts alone, with labels or without") {
+TEST_CASE("CSV: reads only texts, with labels or without") {
   const std::vector<Review> rows = {{"a, b", 0}, {"c", 0}};
   REQUIRE(parse_csv("id,text\n1,\"a, b\"\n2,c\n", "file", {}, Columns::text).rows == rows);
   REQUIRE(parse_csv("text,label\n\"a, b\",no number\nc,1\n", "file", {}, Columns::text).rows == rows);
@@ -155,7 +155,7 @@ TEST_CASE("CSV: texts alone, with labels or without") {
   REQUIRE_ERROR("must name a column 'label' or 'sentiment'", parse_csv("id,text\n1,a\n", "file"));
 }
 
-TEST_CASE("CSV: rows without text are skipped and counted, whatever their label") {
+TEST_CASE("CSV: rows without text are skipped and counted, with any label") {
   const auto reviews = parse_csv("text,label\n,1\na,1\n\" \r\n\t\",\n,\n\xC2\xA0,0\n", "file");
   REQUIRE(reviews.rows == std::vector<Review>{{"a", 1}, {"\xC2\xA0", 0}});  // a no-break space is text
   REQUIRE(reviews.skipped == 3);
@@ -176,12 +176,12 @@ TEST_CASE("CSV: limits, at the limit and above it") {
   testing::write_text(directory / "a.csv", bytes);
   REQUIRE(read_csv(directory / "a.csv", {.file_bytes = bytes.size()}).rows.size() == 2);
   REQUIRE_ERROR("a.csv: must have at most 28 bytes, got 29", read_csv(directory / "a.csv", {.file_bytes = 28}));
-  // No memory is taken for what is refused: there is not so much.
+  // Refused files take no memory: there is not enough for this one.
   std::filesystem::resize_file(directory / "a.csv", std::uint64_t{1} << 40);
   REQUIRE_ERROR("must have at most 1073741824 bytes, got 1099511627776", read_csv(directory / "a.csv"));
 }
 
-TEST_CASE("CSV: files that are none") {
+TEST_CASE("CSV: paths that are not regular files") {
   const testing::Directory directory;
   REQUIRE_ERROR("no.csv: must exist, but there is no such file", read_csv(directory / "no.csv"));
   std::filesystem::create_directory(directory / "folder");
@@ -195,7 +195,7 @@ TEST_CASE("CSV: files that are none") {
   REQUIRE(read_csv(directory / "link.csv").rows == std::vector<Review>{{"a", 1}});
 }
 
-TEST_CASE("CSV: as Python writes it") {
+TEST_CASE("CSV: writes the same bytes as Python") {
   const auto rows = expected_rows();
   REQUIRE(rows.size() == 40);
   REQUIRE(reviews_of(csv_values::written_as_ours) == rows);
@@ -205,7 +205,7 @@ TEST_CASE("CSV: as Python writes it") {
   REQUIRE(format_csv(rows, "file") == csv_values::written_as_ours);
 }
 
-TEST_CASE("CSV: as Python reads it, but for what it lets pass") {
+TEST_CASE("CSV: reads the same rows as Python, except for errors that Python accepts") {
   int read = 0, errors = 0, stricter = 0;
   for (const auto& hard : csv_values::hard) {
     CAPTURE(hard.text, hard.rows.has_value());
@@ -214,7 +214,7 @@ TEST_CASE("CSV: as Python reads it, but for what it lets pass") {
     if (message.empty()) {
       REQUIRE(hard.rows == rows);
       ++read;
-    } else if (hard.rows) {  // Python takes a lone quote for text and a lone carriage return for a line end
+    } else if (hard.rows) {  // Python accepts a lone quote as text and a lone carriage return as a line end
       REQUIRE((testing::contains(message, "must be in quotes") || testing::contains(message, "carriage return")));
       ++stricter;
     } else {
@@ -226,7 +226,7 @@ TEST_CASE("CSV: as Python reads it, but for what it lets pass") {
   REQUIRE(stricter > 50);
 }
 
-TEST_CASE("CSV: what is written is read back equal") {
+TEST_CASE("CSV: written files are read back equal") {
   const std::vector<std::string> pieces = {"a",  "bc",           ",",        "\"", "\"\"", "\n", "\r\n",
                                            "\r", "\xEF\xBB\xBF", "\xC3\xA9", " "};
   Random random(1);
@@ -245,7 +245,7 @@ TEST_CASE("CSV: what is written is read back equal") {
   }
 }
 
-TEST_CASE("CSV: what could not be read back is not written") {
+TEST_CASE("CSV: texts that could not be read back are not written") {
   const testing::Directory directory;
   const auto path = directory / "a.csv";
   REQUIRE_ERROR(path.string() + ": must be UTF-8, got 'caf\xEF\xBF\xBD'", write_csv(path, {{"caf\xE9", 1}}));

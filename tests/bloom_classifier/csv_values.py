@@ -10,7 +10,7 @@ LABEL_FIRST = "label,id,text"
 
 
 def written(rows, head, **dialect):
-    """The file that Python writes."""
+    """Returns the file that Python writes."""
     file = io.StringIO(newline="")
     file.write(head + dialect["lineterminator"])
     writer = csv.writer(file, **dialect)
@@ -19,7 +19,7 @@ def written(rows, head, **dialect):
 
 
 def read(text):
-    """The rows that Python reads, without empty lines; None for an error."""
+    """Returns the rows that Python reads, without empty lines; None for an error."""
     try:
         return [row for row in csv.reader(io.StringIO(text, newline=""), strict=True) if row]
     except csv.Error:
@@ -27,19 +27,19 @@ def read(text):
 
 
 def make_rows(generator):
-    """Texts that are not blank, with labels."""
+    """Makes texts that are not blank, with labels."""
     return [("".join(generator.choices(PIECES, k=generator.randint(0, 8))) + "x", generator.randint(0, 3))
             for _ in range(40)]
 
 
 def quoted(text):
-    """A literal of C++: bytes that are not letters and such in octal, with three digits, so that no digit joins them."""
+    """Returns a C++ literal: special bytes in octal with three digits, so that no digit after them joins."""
     plain = [chr(b) if 32 <= b < 127 and chr(b) not in '"\\?' else f"\\{b:03o}" for b in text.encode()]
     return '"' + "".join(plain) + '"'
 
 
 def row_list(rows):
-    """Rows as C++ initialises them."""
+    """Returns rows as a C++ initializer."""
     return "Rows{" + ", ".join("Row{" + ", ".join(map(quoted, row)) + "}" for row in rows) + "}"
 
 

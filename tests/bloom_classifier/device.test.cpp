@@ -30,7 +30,7 @@ struct OnDevice {
   ga::data::LengthBuckets batches() const {
     return reviews.training_batches(4, folder.padding(), options.seed, options.length_multiple());
   }
-  /// A window's micro-batches.
+  /// Runs a window's micro-batches.
   void backward(const bloom::Objective& objective = bloom::objective) {
     for (auto& batch : batches()) objective(folder.model, batch).mean.backward();
   }
@@ -46,7 +46,7 @@ struct OnDevice {
   }
 };
 
-/// The waits of a window in which everything is new: lengths, and gradients.
+/// Counts the waits of a window with new lengths and gradients.
 std::int64_t waits_of(bool sparse, const bloom::Objective& objective = bloom::objective) {
   OnDevice there("cuda");
   there.folder.model->transformer->sparse_embedding_gradient(sparse);
@@ -58,7 +58,7 @@ std::int64_t waits_of(bool sparse, const bloom::Objective& objective = bloom::ob
 
 }  // namespace
 
-TEST_CASE("bloom: lengths and gradients of words are as the device wants them, unless the user says otherwise") {
+TEST_CASE("bloom: defaults of lengths and of sparse gradients depend on the device, unless the user sets them") {
   bloom::Options options;
   options.device = "cpu";
   CHECK(options.length_multiple() == 1);
@@ -72,7 +72,7 @@ TEST_CASE("bloom: lengths and gradients of words are as the device wants them, u
   }
 }
 
-TEST_CASE("bloom: reviews that are scored fit, however long they are when they are padded") {
+TEST_CASE("bloom: batches for scoring fit into memory for any padded length") {
   const bloom::EncodedReviews reviews{
       {torch::ones({90}, torch::kLong), torch::ones({70}, torch::kLong), torch::ones({5}, torch::kLong)},
       torch::zeros({3}, torch::kLong),
@@ -84,7 +84,7 @@ TEST_CASE("bloom: reviews that are scored fit, however long they are when they a
   CHECK(lengths == std::multiset<std::int64_t>{64, 128, 128});
 }
 
-TEST_CASE("bloom: a window on a device has the gradients that it has on the CPU", "[cuda]") {
+TEST_CASE("bloom: a window on a device has the CPU's gradients", "[cuda]") {
   if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
   OnDevice here("cpu"), there("cuda");
   here.folder.model->transformer->sparse_embedding_gradient(true);
@@ -94,7 +94,7 @@ TEST_CASE("bloom: a window on a device has the gradients that it has on the CPU"
     CHECK(testing::distance(found[i].grad().cpu(), expected[i].grad().to_dense()) < 1e-4);
 }
 
-TEST_CASE("bloom: a device replays all steps as graphs, which changes no gradient", "[cuda]") {
+TEST_CASE("bloom: a device replays all steps as graphs without changing gradients", "[cuda]") {
   if (!torch::cuda::is_available() || !testing::has_graphs(at::kCUDA)) SKIP("needs a CUDA device with graphs");
   OnDevice plain("cuda"), graphed("cuda");
   const auto learned = bloom::training_objective(graphed.folder.model, graphed.options);
@@ -103,14 +103,14 @@ TEST_CASE("bloom: a device replays all steps as graphs, which changes no gradien
     graphed.backward(learned);
   }
   const auto expected = plain.folder.model->parameters(), found = graphed.folder.model->parameters();
-  CHECK(testing::distance(found[0].grad(), expected[0].grad()) < 1e-5);  // words', whose rows ga::embedding adds up
+  CHECK(testing::distance(found[0].grad(), expected[0].grad()) < 1e-5);  // summed by row
   for (std::size_t i = 1; i < found.size(); ++i) CHECK(at::equal(found[i].grad(), expected[i].grad()));
   const auto& report = learned.target<bloom::GraphedObjective>()->report();
   CHECK(report.replayed == 2 * graphed.batches().size());
   CHECK(report.eager == 0);
 }
 
-TEST_CASE("bloom: the host waits for nothing in a window on a device", "[cuda]") {
+TEST_CASE("bloom: the host does not wait in a window on a device", "[cuda]") {
   if (!testing::WaitCount::possible()) SKIP("needs the emulated device, which counts");
   CHECK(waits_of(/*sparse=*/false) == 0);
   CHECK(waits_of(/*sparse=*/true) > 0);

@@ -20,7 +20,7 @@ using namespace bloom;
 
 namespace {
 
-/// Without punctuation, IMDB's line ends and capitals.
+/// Returns a text's words without punctuation, line breaks and capitals.
 std::vector<std::string> words_of(std::string text) {
   const std::string line_end = "<br /><br />";
   for (auto at = text.find(line_end); at != text.npos; at = text.find(line_end)) text.replace(at, line_end.size(), " ");
@@ -39,7 +39,7 @@ bool holds(const Words& words, const std::string& word) {
   return std::find(words.begin(), words.end(), word) != words.end();
 }
 
-/// Good words less bad ones; a "not" turns the next around where it is heard.
+/// Returns the number of good words minus bad ones; with `hears_not`, a "not" inverts the next.
 int score(const std::string& text, bool hears_not) {
   int sum = 0;
   std::string last;
@@ -73,10 +73,10 @@ double mean(const std::vector<double>& values) {
   return sum / static_cast<double>(values.size());
 }
 
-/// Of the lognormal distribution of IMDB's lengths.
+/// Returns the distribution function of IMDB's lengths, which is lognormal.
 double share_below(double length) { return 0.5 * std::erfc((5.495 - std::log(length)) / (0.6465 * std::sqrt(2.0))); }
 
-/// FNV-1a of all texts.
+/// Returns FNV-1a of all texts.
 std::uint64_t hash_of(const std::vector<Review>& reviews) {
   std::uint64_t hash = 0xcbf29ce484222325u;
   for (const auto& review : reviews)
@@ -90,7 +90,7 @@ TEST_CASE("Generated reviews: lengths are IMDB's") {
   const auto lengths = sorted_lengths(generated_reviews(4000, 1));
   REQUIRE(lengths.front() >= 10);
   REQUIRE(lengths.back() <= 1024);
-  REQUIRE(mean(lengths) == Approx(296.2).epsilon(0.03));  // of the lognormal within 10 and 1024
+  REQUIRE(mean(lengths) == Approx(296.2).epsilon(0.03));  // the mean of the lognormal within 10 and 1024
   for (const double quantile : {0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95}) {
     const auto length = lengths[static_cast<std::size_t>(quantile * static_cast<double>(lengths.size()))];
     CAPTURE(quantile, length);
@@ -118,7 +118,7 @@ TEST_CASE("Generated reviews: a scale makes them shorter, to 10 words at least")
   REQUIRE(sorted_lengths(generated_reviews(50, 2, {.length_scale = 3})).back() > 1100);
 }
 
-TEST_CASE("Generated reviews: labels are balanced, and can be learned, but not from single words alone") {
+TEST_CASE("Generated reviews: labels are balanced, and can be learned, but not from single words only") {
   const auto reviews = generated_reviews(2001, 3, {.length_scale = 0.1});
   REQUIRE(reviews.size() == 2001);
   REQUIRE(std::count_if(reviews.begin(), reviews.end(), [](const Review& review) { return review.label == 1; }) ==
@@ -143,7 +143,7 @@ TEST_CASE("Generated reviews: labels are balanced, and can be learned, but not f
   }
 }
 
-TEST_CASE("Generated reviews: line ends as IMDB has them, and sentences") {
+TEST_CASE("Generated reviews: have IMDB's line breaks, and sentences") {
   int line_ends = 0;
   for (const auto& review : generated_reviews(100, 4)) {
     if (review.text.find(".<br /><br />") != review.text.npos) ++line_ends;
@@ -154,7 +154,7 @@ TEST_CASE("Generated reviews: line ends as IMDB has them, and sentences") {
   REQUIRE(line_ends > 50);
 }
 
-TEST_CASE("Generated reviews: a seed gives the same ones everywhere, another gives others") {
+TEST_CASE("Generated reviews: a seed gives the same reviews everywhere, and another gives others") {
   REQUIRE(hash_of(generated_reviews(300, 1)) == 0xef2346073ba83b0cu);
   REQUIRE(hash_of(generated_reviews(300, 1, {.length_scale = 0.1})) == 0xb99830cdd2c37af7u);
   REQUIRE(generated_reviews(20, 1) == generated_reviews(20, 1));
@@ -163,7 +163,7 @@ TEST_CASE("Generated reviews: a seed gives the same ones everywhere, another giv
   for (std::size_t i = 0; i < more.size(); ++i) REQUIRE(more[i].text != others[i].text);
 }
 
-TEST_CASE("Generated reviews: made-up names are as frequent as words of a language") {
+TEST_CASE("Generated reviews: made-up names have the frequencies of words of a language") {
   const auto reviews = generated_reviews(1500, 5, {.names = 10'000});
   std::map<std::string, int> counts;
   double words = 0;
@@ -195,7 +195,7 @@ TEST_CASE("Generated reviews: made-up names are as frequent as words of a langua
   REQUIRE(hash_of(generated_reviews(300, 1, {.names = 1000})) == 0x064962062c58e035u);
 }
 
-TEST_CASE("MadeUpNames: each once, up to the most") {
+TEST_CASE("MadeUpNames: each occurs once, up to the maximum") {
   std::set<std::string> names;
   const MadeUpNames all(1000);
   Random random(1);

@@ -36,7 +36,7 @@ std::vector<std::string> names_in(const std::filesystem::path& folder) {
   return names;
 }
 
-/// All files of a folder, by their names.
+/// Returns all files of a folder by name.
 std::map<std::string, std::string> files_of(const std::filesystem::path& folder) {
   std::map<std::string, std::string> files;
   for (auto& name : names_in(folder)) files[name] = testing::text_of(folder / name);
@@ -72,13 +72,13 @@ TEST_CASE("make: BLOOM-560m's numbers") {
   REQUIRE_ERROR("size must be tiny or 560m, got '1b'", ModelSize::of("1b"));
 }
 
-TEST_CASE("make: the folder opens, with the weights of the model and no others") {
+TEST_CASE("make: the folder opens, with exactly the weights of the model") {
   const testing::Directory directory;
   auto options = small();
   options.shard_bytes = 50'000;
   options.reviews = 10;
   make_model(options, directory / "model/");
-  auto folder = open_model_folder(directory / "model", 3, "cpu");  // refuses what is missing, and what is too much
+  auto folder = open_model_folder(directory / "model", 3, "cpu");  // refuses missing and additional weights
   CHECK(folder.config.vocab_size == 300);
   CHECK(folder.tokenizer.vocabulary_size() == 300);
   CHECK(folder.model->forward(torch::tensor({{5, 17, 299}})).sizes() == at::IntArrayRef({1, 3}));
@@ -110,14 +110,14 @@ TEST_CASE("make: matrices are normal, biases 0, normalisations 1") {
       CHECK(weight.eq(name.ends_with(".bias") ? 0 : 1).all().item<bool>());
   }
   CHECK(matrices.size() == 5);
-  const auto all = torch::cat(matrices);  // 100,352: a mean is known to 1/317, by its standard deviation
+  const auto all = torch::cat(matrices);  // 100,352 numbers: the mean is exact to 1/317 of the standard deviation
   CHECK(std::abs(all.mean().item<double>()) < 0.015);
   CHECK(all.square().mean().item<double>() == Approx(1).margin(0.02));
   CHECK(std::abs(all.pow(3).mean().item<double>()) < 0.06);
   CHECK(all.pow(4).mean().item<double>() == Approx(3).margin(0.15));
   for (const double z : {-2.5, -1.0, 0.0, 0.5, 2.0})
     CHECK(all.lt(z).to(at::kDouble).mean().item<double>() == Approx(0.5 * std::erfc(-z / std::sqrt(2))).margin(0.006));
-  const auto unlike = [](const at::Tensor& a, const at::Tensor& b) {  // neither the same numbers nor shifted ones
+  const auto unlike = [](const at::Tensor& a, const at::Tensor& b) {  // neither equal nor shifted numbers
     const auto size = std::min(a.size(0), b.size(0)) - 1;
     for (const std::int64_t shift : {0, 1})
       if (std::abs((a.narrow(0, 0, size) * b.narrow(0, shift, size)).mean().item<double>()) > 0.08) return false;
@@ -127,7 +127,7 @@ TEST_CASE("make: matrices are normal, biases 0, normalisations 1") {
     for (std::size_t j = 0; j < i; ++j) CHECK(unlike(matrices[i], matrices[j]));
 }
 
-TEST_CASE("normal_quantile: the distribution's") {
+TEST_CASE("normal_quantile: inverts the distribution function") {
   CHECK(normal_quantile(0.5) == 0);
   CHECK(normal_quantile(0.975) == Approx(1.959963984540054).epsilon(2e-7));
   CHECK(normal_quantile(0.9) == Approx(1.2815515655446004).epsilon(2e-7));
@@ -139,7 +139,7 @@ TEST_CASE("normal_quantile: the distribution's") {
   }
 }
 
-TEST_CASE("make: a seed gives the same bytes always") {
+TEST_CASE("make: a seed always gives the same bytes") {
   const testing::Directory directory;
   auto options = small();
   options.reviews = 5;
@@ -149,7 +149,7 @@ TEST_CASE("make: a seed gives the same bytes always") {
   options.shard_bytes = 10'000;
   make_model(options, directory / "in shards");
   CHECK(same_weights(directory / "a", directory / "in shards"));
-  options.size.layers = 1;  // the rest stays what it was
+  options.size.layers = 1;  // the other tensors do not change
   make_model(options, directory / "shorter");
   CHECK(ga::io::WeightFiles(directory / "shorter")
             .get_tensor("h.0.mlp.dense_4h_to_h.weight")
@@ -176,14 +176,14 @@ TEST_CASE("fill_with_normal: the same bits everywhere, with any number of thread
   CHECK(seed_of("weight", 1) != seed_of("weighs", 1));
 }
 
-TEST_CASE("make: killed or without room at any byte, there is nothing; the next is whole") {
+TEST_CASE("make: killed or without space at any byte, there is no folder; the next one is complete") {
   const testing::Directory directory;
   auto options = small();
   options.shard_bytes = 20'000;
   make_model(options, directory / "whole");
   const auto whole = files_of(directory / "whole");
   int killed = 0, failed = 0;
-  // The system's signal ends who writes files larger than this; the library's own files are an error.
+  // A signal ends programs that write files beyond this limit; for the library's files it is an error.
   for (const auto limit : std::vector<rlim_t>{0, 300, 5'000, 15'000, 36'000}) {
     INFO(limit);
     const auto child = fork();
@@ -213,10 +213,10 @@ TEST_CASE("make: killed or without room at any byte, there is nothing; the next 
   CHECK(names_in(directory / "") == std::vector<std::string>{"model", "whole"});
 }
 
-TEST_CASE("make: never over what is there, and one at a time") {
+TEST_CASE("make: never overwrites, and only one process at a time") {
   const testing::Directory directory;
   std::filesystem::create_directory(directory / "model");
-  make_model(small(), directory / "model");  // into an empty one
+  make_model(small(), directory / "model");  // into an empty folder
   const auto before = files_of(directory / "model");
   REQUIRE_ERROR("model: must not exist yet, or be an empty folder", make_model(small(), directory / "model"));
   CHECK(files_of(directory / "model") == before);
@@ -226,7 +226,7 @@ TEST_CASE("make: never over what is there, and one at a time") {
 
   testing::write_text(directory / "empty", "");
   REQUIRE_ERROR("empty: must not exist yet", make_model(small(), directory / "empty"));
-  std::filesystem::create_directory_symlink(directory / "model", directory / "link.partial");  // is not cleared
+  std::filesystem::create_directory_symlink(directory / "model", directory / "link.partial");  // is not deleted
   REQUIRE_ERROR("link.partial: must be a folder that can be opened", make_model(small(), directory / "link"));
   CHECK(files_of(directory / "model") == before);
 
@@ -240,7 +240,7 @@ TEST_CASE("make: never over what is there, and one at a time") {
   make_model(small(), directory / "other");
 }
 
-TEST_CASE("make: an error leaves nothing, and says what must hold") {
+TEST_CASE("make: an error leaves nothing, and names the requirement") {
   const testing::Directory directory;
   const auto refused = [&](const ModelSize& size) {
     auto message = testing::error_of([&] { make_model({.size = size}, directory / "model"); });
@@ -253,7 +253,7 @@ TEST_CASE("make: an error leaves nothing, and says what must hold") {
   CHECK(testing::contains(refused({.layers = 0}), "n_layer must be in [1, 1024], got 0"));
 }
 
-TEST_CASE("make: its tokenizer gives texts back, by ids from all over the vocabulary") {
+TEST_CASE("make: its tokenizer restores texts, from ids of the whole vocabulary") {
   const testing::Directory directory;
   constexpr std::int64_t words = 8000;
   make_model({.size = {.layers = 1, .width = 8, .heads = 1, .words = words}, .seed = 3, .reviews = 200},

@@ -18,7 +18,7 @@ namespace {
 
 constexpr auto all_paddings = {"none", "left", "right", "left_without_mask", "holes", "long"};
 
-/// The largest error of a gradient, of the tensor's largest number.
+/// Returns the largest error of a gradient, relative to the tensor's largest number.
 double gradient_error(BloomForSequenceClassification& model, const PythonModel& python, const std::string& padding) {
   model->zero_grad();
   python.loss(model, padding).backward();
@@ -28,7 +28,7 @@ double gradient_error(BloomForSequenceClassification& model, const PythonModel& 
   return error;
 }
 
-/// Rows of the first block's fused weight and bias, [n_head, 3, head_dim], changed.
+/// Changes rows of the first block's fused weight and bias, [n_head, 3, head_dim].
 template <class Change>
 void change_first_attention(BloomForSequenceClassification& model, Change&& change) {
   const at::NoGradGuard no_grad;
@@ -40,7 +40,7 @@ void change_first_attention(BloomForSequenceClassification& model, Change&& chan
 
 }  // namespace
 
-TEST_CASE("BLOOM: scores and loss are those of transformers") {
+TEST_CASE("BLOOM: scores and loss equal those of transformers") {
   for (auto* name : python_models) {
     const PythonModel python(name);
     auto model = python.load();
@@ -53,7 +53,7 @@ TEST_CASE("BLOOM: scores and loss are those of transformers") {
   }
 }
 
-TEST_CASE("BLOOM: all gradients are those of transformers") {
+TEST_CASE("BLOOM: all gradients equal those of transformers") {
   for (auto* name : python_models) {
     const PythonModel python(name);
     auto model = python.load();
@@ -64,7 +64,7 @@ TEST_CASE("BLOOM: all gradients are those of transformers") {
   }
 }
 
-TEST_CASE("BLOOM: a model that differs in one thing has other scores") {
+TEST_CASE("BLOOM: a model with one difference has other scores") {
   const auto change_queries = [](double factor) {
     return [factor](at::Tensor fused) {
       fused.select(1, 0).mul_(factor);
@@ -80,20 +80,20 @@ TEST_CASE("BLOOM: a model that differs in one thing has other scores") {
     };
     INFO(name);
     CHECK(error_after([](at::Tensor fused) { return fused; }) <= 1e-5);
-    // query, key and value outside, heads inside
+    // Query, key and value as the outer dimension, heads as the inner.
     CHECK(error_after([](at::Tensor fused) { return fused.transpose(0, 1); }) > 0.05);
-    // no scale
+    // No scale.
     CHECK(error_after(change_queries(std::sqrt(python.load()->config().head_dim()))) > 0.05);
-    // no attention but ALiBi's
+    // No attention except ALiBi's.
     CHECK(error_after(change_queries(0)) > 0.01);
   }
 }
 
-TEST_CASE("BLOOM: heads whose slopes are swapped have other scores") {
+TEST_CASE("BLOOM: heads with swapped slopes have other scores") {
   for (auto* name : python_models) {
     const PythonModel python(name);
     auto model = python.load();
-    // Heads in reverse, in all that reads and writes them: the same but for their slopes.
+    // Reverses the heads in all weights that read and write them, so only their slopes differ.
     change_first_attention(model, [](at::Tensor fused) { return fused.flip(0); });
     const at::NoGradGuard no_grad;
     auto weight = model->transformer->h[0]->as<bloom::BloomBlock>()->self_attention->dense->weight;
@@ -103,7 +103,7 @@ TEST_CASE("BLOOM: heads whose slopes are swapped have other scores") {
   }
 }
 
-TEST_CASE("BLOOM: ten steps of AdamW go as Python's") {
+TEST_CASE("BLOOM: ten steps of AdamW equal Python's") {
   constexpr double learning_rate = 1e-3;
   for (auto* name : python_models) {
     const PythonModel python(name);
@@ -126,7 +126,7 @@ TEST_CASE("BLOOM: ten steps of AdamW go as Python's") {
         CHECK(error.max().item<double>() <= 1e-4);
         continue;
       }
-      // Softmax does not see the keys' bias. Its gradient is zero but for rounding, which AdamW makes whole steps of.
+      // The keys' bias cancels in softmax. Its gradient is a rounding error, which AdamW turns into full steps.
       const auto parts = error.unflatten(0, {model->config().n_head, 3, -1});
       for (auto part : {0, 2}) CHECK(parts.select(1, part).max().item<double>() <= 1e-4);
       CHECK(parts.select(1, 1).max().item<double>() <= 20 * learning_rate / item.value().abs().max().item<double>());
@@ -134,7 +134,7 @@ TEST_CASE("BLOOM: ten steps of AdamW go as Python's") {
   }
 }
 
-TEST_CASE("BLOOM: dropout drops what Python's drops, at the same places") {
+TEST_CASE("BLOOM: dropout drops the same elements as Python's") {
   if (!at::hasMKL()) SKIP("LibTorch without MKL draws other random numbers");
   const PythonModel python("heads_3");
   auto model = python.load();
@@ -144,10 +144,10 @@ TEST_CASE("BLOOM: dropout drops what Python's drops, at the same places") {
   const auto& block = transformer->h[0]->as<bloom::BloomBlock>();
   torch::manual_seed(7);
   CHECK(difference(block->forward(hidden), python["dropout.hidden"]) <= 1e-5);
-  CHECK(difference(block->forward(hidden), python["dropout.hidden"]) > 0.1);  // drawn anew
+  CHECK(difference(block->forward(hidden), python["dropout.hidden"]) > 0.1);  // with other random numbers
 }
 
-TEST_CASE("BLOOM: the last block's dropout drops some, in training only") {
+TEST_CASE("BLOOM: the last block's dropout acts in training only") {
   const PythonModel python("heads_3");
   auto model = python.load();
   CHECK(torch::equal(python.logits(model, "right"), python.logits(model, "right")));
@@ -159,7 +159,7 @@ TEST_CASE("BLOOM: the last block's dropout drops some, in training only") {
   CHECK(torch::equal(block.forward_at(hidden, index), block.forward_at(hidden, index)));
 }
 
-TEST_CASE("BLOOM: one token of a block is that of all") {
+TEST_CASE("BLOOM: computing one token of a block equals computing all") {
   for (auto* name : python_models) {
     const PythonModel python(name);
     auto model = python.load();
@@ -175,7 +175,7 @@ TEST_CASE("BLOOM: one token of a block is that of all") {
   }
 }
 
-TEST_CASE("BLOOM: a sequence has the same scores alone and beside longer ones") {
+TEST_CASE("BLOOM: a sequence has the same scores alone and with longer ones") {
   for (auto* name : python_models) {
     const PythonModel python(name);
     auto model = python.load();
@@ -193,7 +193,7 @@ TEST_CASE("BLOOM: a sequence has the same scores alone and beside longer ones") 
 
 namespace {
 
-/// Rows of unequal length, padded at the right and packed.
+/// Rows of different lengths, padded at the right and packed.
 struct PackedRows {
   at::Tensor ids, mask, packed, lengths = torch::tensor({9, 1, 30, 12, 12});
 
@@ -205,7 +205,7 @@ struct PackedRows {
   }
 };
 
-/// Scores, and gradients of the loss.
+/// Returns the scores and the gradients of the loss.
 std::vector<at::Tensor> outcome_of(BloomForSequenceClassification& model, const at::Tensor& scores) {
   model->zero_grad();
   torch::cross_entropy_loss(scores, torch::tensor({0, 1, 1, 0, 1})).backward();
@@ -258,7 +258,7 @@ namespace {
 const bloom::BloomConfig five_layers{
     .vocab_size = 50, .hidden_size = 32, .n_layer = 5, .n_head = 4, .hidden_dropout = 0.1, .attention_dropout = 0.1};
 
-// Loss and gradients of a second step: the first one plans, where there is a budget.
+// Returns loss and gradients of a second step, because the first one plans if there is a budget.
 std::vector<at::Tensor> checkpointed(const std::optional<ga::CheckpointedSequentialOptions>& options) {
   torch::manual_seed(1);
   BloomForSequenceClassification model(five_layers);
@@ -296,7 +296,7 @@ std::int64_t peak_of_step(const std::optional<ga::CheckpointedSequentialOptions>
 
 }  // namespace
 
-TEST_CASE("BLOOM: a checkpointed model is the plain one to the bit") {
+TEST_CASE("BLOOM: a checkpointed model is bitwise the plain one") {
   const auto plain = checkpointed({});
   CHECK(equal(checkpointed({{.segments = 2}}), plain));
   CHECK(equal(checkpointed({{.segments = 4}}), plain));
@@ -306,7 +306,7 @@ TEST_CASE("BLOOM: a checkpointed model is the plain one to the bit") {
   CHECK_FALSE(equal(other, plain));
 }
 
-TEST_CASE("BLOOM: checkpointed blocks take less memory, and a budget's") {
+TEST_CASE("BLOOM: checkpointed blocks need less memory, and keep a budget") {
   const auto plain = peak_of_step({});
   CHECK(peak_of_step({{.segments = 4}}) < 0.6 * plain);
   CHECK(peak_of_step({{.memory_budget = 3 * ga::MiB}}) < 0.6 * plain);
@@ -368,6 +368,6 @@ TEST_CASE("BLOOM: inputs are checked") {
   REQUIRE_ERROR("index out of range", model->forward(ids + 9));
   REQUIRE_ERROR("n_head must be in [1, 8]",
                 BloomForSequenceClassification(bloom::BloomConfig{.hidden_size = 8, .n_head = 9}));
-  // Nothing but padding: a score, of whatever, that is a number.
+  // With nothing but padding the score has no meaning, but is finite.
   CHECK(model->forward(ids, torch::zeros_like(ids)).isfinite().all().item<bool>());
 }

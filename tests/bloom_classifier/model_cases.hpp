@@ -13,7 +13,7 @@
 
 namespace testing {
 
-/// A folder that model_values.py wrote: a model of transformers, and what Python computed with it.
+/// A folder that model_values.py wrote: a model of transformers, and Python's results for it.
 struct PythonModel {
   std::filesystem::path folder;
   gradaccum::io::Tensors values;
@@ -22,7 +22,7 @@ struct PythonModel {
       : folder(std::filesystem::path(__FILE__).parent_path() / "data" / name),
         values(gradaccum::io::load_file(folder / "values.safetensors")) {}
 
-  /// In evaluation: without dropout.
+  /// Returns the model in evaluation mode, without dropout.
   bloom::BloomForSequenceClassification load() const {
     bloom::BloomForSequenceClassification model(bloom::BloomConfig::from_file(folder / "config.json"));
     gradaccum::io::load_weights(model, folder / "model.safetensors");
@@ -47,7 +47,7 @@ struct PythonModel {
 
 inline const auto python_models = {"heads_4", "heads_3", "heads_6"};
 
-/// max |a - b|
+/// Returns max |a - b|.
 inline double difference(const at::Tensor& a, const at::Tensor& b) {
   return (a.detach().to(at::kDouble) - b.detach().to(at::kDouble)).abs().max().item<double>();
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes data/: small random BLOOM classifiers as transformers saves them, and what it computes with them.
+"""Writes data/: small random BLOOM classifiers in transformers' format, and transformers' results for them.
 
 A folder has config.json, model.safetensors and values.safetensors, with for each padding the inputs, scores, loss and
 gradients, and with the weights after ten steps of AdamW. `python model_values.py` in any folder.
@@ -24,7 +24,7 @@ MODELS = {
 
 
 def make_model(options):
-    """With weights so large that attention, its scale and ALiBi all change the scores."""
+    """Makes a model with weights so large that attention, its scale and ALiBi all affect the scores."""
     config = transformers.BloomConfig(vocab_size=40, n_layer=2, pad_token_id=PAD, initializer_range=0.3, **options)
     model = transformers.BloomForSequenceClassification(config)
     with torch.no_grad():
@@ -63,7 +63,7 @@ def gradients(model):
 
 
 def train(model, ids, mask, labels):
-    """Losses of the steps, in evaluation: without dropout."""
+    """Returns the losses of the steps, in evaluation mode, without dropout."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for _ in range(STEPS):
@@ -102,7 +102,7 @@ def make_values(model):
 
 
 def check_config_of_cpp():
-    """config_of_cpp.json is what C++'s to_json writes for heads_3: transformers reads its own configuration from it."""
+    """Checks that transformers reads its own configuration from config_of_cpp.json, C++'s to_json of heads_3."""
     read = transformers.BloomConfig(**json.loads((DATA / "config_of_cpp.json").read_text()))
     own = transformers.BloomConfig.from_pretrained(DATA / "heads_3")
     for name in ("model_type", "vocab_size", "num_labels", "id2label", "pad_token_id", "initializer_range", *MODELS["heads_3"],

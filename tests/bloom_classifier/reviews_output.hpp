@@ -7,7 +7,7 @@
 
 namespace bloom {
 
-/// For the messages of tests.
+/// Formats a review for the messages of tests.
 inline std::ostream& operator<<(std::ostream& out, const Review& review) {
   return out << review.label << ' ' << shown(review.text);
 }

@@ -18,7 +18,7 @@ using namespace bloom;
 
 namespace {
 
-/// Rows that are known by their labels.
+/// Makes rows that are identified by their labels.
 std::vector<Review> numbered(std::int64_t count) {
   std::vector<Review> rows;
   for (std::int64_t i = 0; i < count; ++i) rows.push_back({"review " + std::to_string(i), i});
@@ -31,7 +31,7 @@ std::vector<std::int64_t> labels_of(const std::vector<Review>& rows) {
   return labels;
 }
 
-/// Of all parts, one after the other.
+/// Returns the labels of all parts, one part after another.
 std::vector<std::int64_t> order_of(const Split& parts) {
   auto labels = labels_of(parts.train);
   for (const auto* part : {&parts.validation, &parts.test})
@@ -43,8 +43,8 @@ const std::int64_t largest = std::numeric_limits<std::int64_t>::max();
 
 }  // namespace
 
-TEST_CASE("Split: an order that each seed determines") {
-  // Made by another program.
+TEST_CASE("Split: a seed determines the order") {
+  // The expected order was computed by another program.
   REQUIRE(order_of(split(numbered(20), 123)) ==
           std::vector<std::int64_t>{13, 7, 0, 19, 2, 17, 10, 6, 11, 9, 3, 5, 16, 15, 8, 18, 14, 1, 12, 4});
   REQUIRE(order_of(split(numbered(20), 124)) ==
@@ -74,7 +74,7 @@ TEST_CASE("Split: too few rows") {
 }
 
 TEST_CASE("Random: numbers below an end are equally likely, and the same everywhere") {
-  Random random(5);  // numbers are drawn again half of the time; made by another program
+  Random random(5);  // half of the draws are rejected; computed by another program
   for (const std::uint64_t expected : {52533, 269089, 723880, 617911, 757934, 110693})
     REQUIRE(random.below((std::uint64_t{1} << 63) + 1) % 1'000'000 == expected);
   std::array<int, 7> counts{};
@@ -85,7 +85,7 @@ TEST_CASE("Random: numbers below an end are equally likely, and the same everywh
   for (int i = 0; i < 100; ++i) REQUIRE(random.percent(100));
 }
 
-TEST_CASE("Labels: counted, all of 0 to the largest must occur") {
+TEST_CASE("Labels: counted, and each from 0 to the largest must occur") {
   REQUIRE(count_labels({{"a", 1}, {"b", 0}, {"c", 1}}, "file") == 2);
   REQUIRE(count_labels(numbered(10), "file") == 10);
   REQUIRE_ERROR("file: each label from 0 to the largest must occur, got 2, but no 1",
@@ -97,7 +97,7 @@ TEST_CASE("Labels: counted, all of 0 to the largest must occur") {
   REQUIRE_ERROR("file: labels must not be negative, got -1", count_labels({{"a", 0}, {"b", -1}}, "file"));
 }
 
-TEST_CASE("Labels: those of other files must be among the ones known") {
+TEST_CASE("Labels: labels of other files must be known ones") {
   REQUIRE_NOTHROW(check_labels({{"a", 0}, {"b", 0}}, 2, "file"));
   REQUIRE_ERROR("file: labels must be 0 to 1, got 2 for 'b'", check_labels({{"a", 0}, {"b", 2}}, 2, "file"));
   REQUIRE_ERROR("labels must be 0 to 1, got -1", check_labels({{"b", -1}}, 2, "file"));

@@ -43,7 +43,7 @@ TEST_CASE("BloomTokenizer: ids are those of Python's tokenizers", "[tokenizer]")
   }
 }
 
-TEST_CASE("BloomTokenizer: the ids of files of other sorts, too", "[tokenizer]") {
+TEST_CASE("BloomTokenizer: ids also match for tokenizer files of other kinds", "[tokenizer]") {
   const auto kinds = tokenizer_values("tokenizer_kinds.json");
   REQUIRE(kinds.size() == 13);
   for (const auto& kind : kinds) {
@@ -64,7 +64,7 @@ TEST_CASE("BloomTokenizer: the order of the merges matters to these texts", "[to
   REQUIRE(abc != repeated_last.encode("abc"));
 }
 
-TEST_CASE("BloomTokenizer: decode gives the text that was encoded", "[tokenizer]") {
+TEST_CASE("BloomTokenizer: decode returns the encoded text", "[tokenizer]") {
   const auto tokenizer = trained_tokenizer();
   for (const auto& row : sample()) {
     CAPTURE(row.text);
@@ -81,7 +81,7 @@ TEST_CASE("BloomTokenizer: ids that end within a character decode to U+FFFD", "[
   REQUIRE(tokenizer.decode(ids) == "a\uFFFD");
 }
 
-TEST_CASE("BloomTokenizer: decode refuses ids that are none", "[tokenizer]") {
+TEST_CASE("BloomTokenizer: decode refuses invalid ids", "[tokenizer]") {
   const auto tokenizer = trained_tokenizer();
   for (const std::int64_t id : {std::int64_t{-1}, tokenizer.vocabulary_size(), std::int64_t{1} << 40})
     REQUIRE_ERROR("BloomTokenizer: ids must be at least 0 and below 1202, got " + std::to_string(id),
@@ -89,7 +89,7 @@ TEST_CASE("BloomTokenizer: decode refuses ids that are none", "[tokenizer]") {
   REQUIRE(tokenizer.decode(Ids{1201}) == "naïve");
 }
 
-TEST_CASE("BloomTokenizer: what is not UTF-8 is read as Python's errors='replace' does", "[tokenizer]") {
+TEST_CASE("BloomTokenizer: invalid UTF-8 is read as by Python's errors='replace'", "[tokenizer]") {
   const auto tokenizer = trained_tokenizer();
   const auto values = tokenizer_values("tokenizer_ids.json");
   for (const auto& row : values.at("invalid_utf8")) {
@@ -133,7 +133,7 @@ TEST_CASE("BloomTokenizer: tokens and the size of the vocabulary", "[tokenizer]"
   REQUIRE_FALSE(tokenizer.token_to_id(""));
 }
 
-// Should one of these take quadratic time, it would take hours.
+// A quadratic algorithm would take hours.
 TEST_CASE("BloomTokenizer: pieces of a megabyte", "[tokenizer]") {
   constexpr std::size_t count = 1'000'000;
   const auto pairs = tokenizer_of(tokenizer_kind("merges as pairs"));
@@ -151,7 +151,7 @@ TEST_CASE("BloomTokenizer: pieces of a megabyte", "[tokenizer]") {
   REQUIRE(tokenizer.decode(tokenizer.encode(letters)) == letters);
 }
 
-TEST_CASE("BloomTokenizer: tokenizers on one thread do not see each other's pieces", "[tokenizer]") {
+TEST_CASE("BloomTokenizer: tokenizers on one thread do not use each other's cached pieces", "[tokenizer]") {
   const auto first = tokenizer_of(tokenizer_kind("merges as pairs"));
   const auto second = tokenizer_of(tokenizer_kind("no merges"));
   const auto copy = first;
@@ -162,7 +162,7 @@ TEST_CASE("BloomTokenizer: tokenizers on one thread do not see each other's piec
   }
 }
 
-TEST_CASE("encode_all: several threads give what one gives", "[tokenizer]") {
+TEST_CASE("encode_all: several threads give the result of one", "[tokenizer]") {
   const auto tokenizer = trained_tokenizer();
   const auto rows = sample();
   const auto texts = texts_of(rows);
@@ -176,7 +176,7 @@ TEST_CASE("encode_all: several threads give what one gives", "[tokenizer]") {
   REQUIRE_ERROR("threads must be at least 1, got 0", encode_all(tokenizer, texts, 1024, 0));
 }
 
-TEST_CASE("parallel_for: each index once, on other threads as well", "[tokenizer]") {
+TEST_CASE("parallel_for: each index is processed once, on several threads", "[tokenizer]") {
   std::vector<int> calls(1000);
   std::mutex mutex;
   std::set<std::thread::id> threads;
@@ -191,7 +191,7 @@ TEST_CASE("parallel_for: each index once, on other threads as well", "[tokenizer
   REQUIRE(threads.size() <= 4);
 }
 
-TEST_CASE("parallel_for: an exception comes back to the caller, and ends the work", "[tokenizer]") {
+TEST_CASE("parallel_for: an exception is rethrown in the caller, and ends the work", "[tokenizer]") {
   for (const int threads : {1, 4}) {
     std::atomic<std::size_t> calls = 0;
     REQUIRE_ERROR("the tenth", parallel_for(1'000'000, threads, [&](std::size_t i) {

@@ -26,12 +26,12 @@ inline bloom::BloomTokenizer trained_tokenizer() {
   return bloom::BloomTokenizer::from_file(tokenizer_data("tokenizer.json"));
 }
 
-/// A tokenizer of what a tokenizer.json says.
+/// Makes a tokenizer from the content of a tokenizer.json.
 inline bloom::BloomTokenizer tokenizer_of(const nlohmann::json& file) {
   return bloom::BloomTokenizer(bloom::TokenizerFileReader("tokenizer.json").parse(file.dump()));
 }
 
-/// One of tokenizer_kinds.json.
+/// Returns one of the files in tokenizer_kinds.json.
 inline nlohmann::json tokenizer_kind(const std::string& name) {
   for (const auto& kind : tokenizer_values("tokenizer_kinds.json"))
     if (kind.at("name") == name) return kind.at("tokenizer");
@@ -45,7 +45,7 @@ struct Encoded {
   Ids ids;
 };
 
-/// Texts and the ids that Python's tokenizers gives.
+/// Returns texts with the ids of Python's tokenizers.
 inline std::vector<Encoded> encoded_in_python(const nlohmann::json& rows) {
   std::vector<Encoded> texts;
   for (const auto& row : rows) texts.push_back({row.at(0), row.at(1)});

@@ -24,14 +24,14 @@ const Json& small_file() {
 
 void parse(const std::string& text) { TokenizerFileReader("tokenizer.json").parse(text); }
 
-/// Requires this error of the small file with a change; it begins with the path.
+/// Requires this error, which begins with the path, for the small file with a change.
 void require_error(const std::string& part, const std::function<void(Json&)>& change) {
   auto file = small_file();
   change(file);
   REQUIRE_ERROR("tokenizer.json: " + part, parse(file.dump()));
 }
 
-/// Requires this error where the part of the file that the pointer names has another value.
+/// Requires this error for the file with another value at the pointer.
 void require_error_at(const std::string& pointer, const Json& value, const std::string& part) {
   require_error(part, [&](Json& file) { file[Json::json_pointer(pointer)] = value; });
 }
@@ -56,7 +56,7 @@ const Json unigram = {{"type", "Unigram"}, {"vocab", Json::array()}};
 
 }  // namespace
 
-TEST_CASE("tokenizer file: what tokenizers writes is accepted, and what older ones wrote", "[tokenizer]") {
+TEST_CASE("tokenizer file: files of current and older versions of tokenizers are accepted", "[tokenizer]") {
   require_accepted([](Json&) {});
   require_accepted([](Json& file) {
     for (const auto* name : {"version", "truncation", "padding", "normalizer", "post_processor"}) file.erase(name);
@@ -109,7 +109,7 @@ TEST_CASE("tokenizer file: other pre-tokenizers are refused", "[tokenizer]") {
   require_error_at(byte_level + "/add_prefix_space", true,
                    "pre_tokenizer/pretokenizers/1/add_prefix_space must be BLOOM's, false, got 'true'");
   require_error("pre_tokenizer/pretokenizers/1/use_regex must be BLOOM's, false, got 'none'", [](Json& file) {
-    file["pre_tokenizer"]["pretokenizers"][1].erase("use_regex");  // which would be true
+    file["pre_tokenizer"]["pretokenizers"][1].erase("use_regex");  // the default is true
   });
   require_error("pre_tokenizer/pretokenizers", [](Json& file) {
     file["pre_tokenizer"]["pretokenizers"].push_back({{"type", "Digits"}, {"individual_digits", true}});
@@ -226,7 +226,7 @@ TEST_CASE("tokenizer file: added tokens have the ids that tokenizers would give 
           Ids{*tokenizer_of(file).token_to_id("a"), static_cast<std::int64_t>(size + 1)});
 }
 
-TEST_CASE("tokenizer file: what is no JSON is refused", "[tokenizer]") {
+TEST_CASE("tokenizer file: invalid JSON is refused", "[tokenizer]") {
   const auto text = small_file().dump();
   REQUIRE_ERROR("tokenizer.json: must be JSON in UTF-8, got what is none at byte 1", parse(""));
   for (std::size_t size = 0; size < text.size(); size += 7)
@@ -242,7 +242,7 @@ TEST_CASE("tokenizer file: what is no JSON is refused", "[tokenizer]") {
   REQUIRE_ERROR("its JSON must have at most 8388608 values", parse(values + "]"));
 }
 
-TEST_CASE("tokenizer file: paths that are no readable files are refused", "[tokenizer]") {
+TEST_CASE("tokenizer file: paths without a readable file are refused", "[tokenizer]") {
   Directory directory;
   REQUIRE_ERROR("must exist, but there is no such file", BloomTokenizer::from_file(directory / "none"));
   REQUIRE_ERROR("must be a regular file", BloomTokenizer::from_file(directory / "."));
@@ -250,6 +250,6 @@ TEST_CASE("tokenizer file: paths that are no readable files are refused", "[toke
   REQUIRE_ERROR("must be a regular file", BloomTokenizer::from_file(directory / "pipe"));
   write_text(directory / "large", "{}");
   std::filesystem::resize_file(directory / "large",
-                               TokenizerFileReader::max_bytes + 1);  // of zeros, which take no disk
+                               TokenizerFileReader::max_bytes + 1);  // zeros, which take no space on the disk
   REQUIRE_ERROR("must have at most 134217728 bytes, got 134217729", BloomTokenizer::from_file(directory / "large"));
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// For compare_tokenizers.py. Texts come from standard input, each after its size in 4 bytes, little-endian.
+// For compare_tokenizers.py. Reads texts from standard input, each after its size in 4 bytes, little-endian.
 //
 //     tokenizer_ids ids TOKENIZER_JSON
 //         writes of each text the number of ids, the ids, and what they decode to after its size

@@ -27,7 +27,7 @@ MergeTable table_of(const Rules& rules) {
   return table;
 }
 
-/// What the merges mean: the lowest rank, the leftmost of several, again and again.
+/// Merges by definition: repeatedly the lowest rank, the leftmost of several.
 Tokens merged_by_definition(Tokens ids, const Rules& rules) {
   for (;;) {
     Merge best;
@@ -41,7 +41,7 @@ Tokens merged_by_definition(Tokens ids, const Rules& rules) {
   }
 }
 
-/// Merges of four letters and of what they become, in an order by chance.
+/// Makes random merges of four letters and of their results.
 Rules random_rules(std::mt19937& generator, std::size_t count) {
   std::vector<std::string> tokens{"a", "b", "c", "d"};
   std::map<std::string, TokenId> ids{{"a", 0}, {"b", 1}, {"c", 2}, {"d", 3}};
@@ -81,7 +81,7 @@ TEST_CASE("merges: short and long pieces are joined as the definition says", "[t
   }
 }
 
-TEST_CASE("merges: a table finds what was set and nothing else", "[tokenizer]") {
+TEST_CASE("merges: a table finds exactly the entries that were set", "[tokenizer]") {
   std::mt19937 generator(5);
   Rules rules;
   while (rules.size() < 5000)
@@ -97,7 +97,7 @@ TEST_CASE("merges: a table finds what was set and nothing else", "[tokenizer]") 
   REQUIRE(MergeTable().find(0, 0).rank == Merge::never);
 }
 
-TEST_CASE("added tokens: the leftmost, and of those the longest", "[tokenizer]") {
+TEST_CASE("added tokens: the leftmost token is found, and of several the longest", "[tokenizer]") {
   AddedTokens tokens;
   std::string found;
   const auto split = [&](std::string_view text) {
@@ -119,7 +119,7 @@ TEST_CASE("added tokens: the leftmost, and of those the longest", "[tokenizer]")
   REQUIRE(split("acdea\xC3z") == "(a)3(a)4(z)");
 }
 
-TEST_CASE("piece cache: encodes a piece once, and again after it has failed", "[tokenizer]") {
+TEST_CASE("piece cache: encodes a piece once, and again after a failure", "[tokenizer]") {
   PieceCache cache;
   int calls = 0;
   const auto encode = [&](std::string_view piece, Tokens& ids) {
@@ -138,9 +138,9 @@ TEST_CASE("piece cache: encodes a piece once, and again after it has failed", "[
     ids.push_back(-7);
     throw std::runtime_error("fail");
   };
-  REQUIRE_ERROR("fail", cache.ids_of(1, "word", fail));  // in the slot of the other's ids
+  REQUIRE_ERROR("fail", cache.ids_of(1, "word", fail));  // in the slot of the other owner's ids
   REQUIRE(cache.ids_of(2, "word", encode) == Tokens{4});
-  for (int i = 0; i < 100'000; ++i) {  // three times as many as it has slots
+  for (int i = 0; i < 100'000; ++i) {  // three times the number of slots
     const auto piece = std::string(static_cast<std::size_t>(i % 50), 'x') + std::to_string(i);
     REQUIRE(cache.ids_of(1, piece, encode) == Tokens{static_cast<TokenId>(piece.size())});
   }
@@ -167,9 +167,9 @@ TEST_CASE("train_tokenizer: few texts give few tokens", "[tokenizer]") {
   REQUIRE(size_for({}, 260) == 260);
   REQUIRE(size_for({}, 1000) == 260);
   REQUIRE(size_for({"", "a"}, 1000) == 260);
-  REQUIRE(size_for({"abc abc"}, 1000) == 263);  // ab, abc, and that with a space
+  REQUIRE(size_for({"abc abc"}, 1000) == 263);  // ab, abc, and abc with a space
   REQUIRE(size_for({"abc abc"}, 261) == 261);
-  REQUIRE(size_for({"\xFF\xFF"}, 1000) == 263);  // U+FFFD twice, of three bytes each
+  REQUIRE(size_for({"\xFF\xFF"}, 1000) == 263);  // U+FFFD twice, three bytes each
   for (const std::int64_t size : {-1, 259, (1 << 20) + 1})
     REQUIRE_ERROR("vocabulary_size must be at least 260, the special tokens and the bytes, and at most 1048576, got " +
                       std::to_string(size),

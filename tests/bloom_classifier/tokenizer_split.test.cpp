@@ -32,8 +32,8 @@ std::string utf8(char32_t c) {
   return {static_cast<char>(0xF0 | c >> 18), rest(12), rest(6), rest(0)};
 }
 
-/// Every code point is in a word or between words, and a space before a word is in it. A piece ends where that
-/// changes, and before a space of a word.
+/// Splits by definition: each code point is in a word or between words, and a space before a word belongs to it. A
+/// piece ends where that changes, and before the space of a word.
 Pieces pieces_by_definition(const std::u32string& text, const CodePoints& outside) {
   const auto in_word = [&](std::size_t i) {
     const bool next_is_inside = i + 1 < text.size() && !outside.contains(text[i + 1]);
@@ -104,7 +104,7 @@ TEST_CASE("splitter: every code point, by the classes of Python's tokenizers", "
   }
 }
 
-TEST_CASE("splitter: two and three code points with those outside of words", "[tokenizer]") {
+TEST_CASE("splitter: sequences of two and three code points with some outside of words", "[tokenizer]") {
   CodePoints some = outside_words_in_python();
   for (const auto c : {U'a', U'[', U']', U'^', U'\\', U'\0', U'é', U'\u200B', U'漢', U'\U0001F600', U'\U0010FFFF'})
     some.insert(c);
@@ -131,7 +131,7 @@ TEST_CASE("splitter: a class that ended at the first ] would give other ids", "[
   for (const auto& row : sample()) {
     const bool has_added_tokens = row.text.find('<') != row.text.npos || row.text.find("New") != row.text.npos ||
                                   row.text.find("naïve") != row.text.npos;
-    if (has_added_tokens) continue;  // those are found first, whatever the pieces
+    if (has_added_tokens) continue;  // added tokens are matched before pieces
     ++texts;
     REQUIRE(ids_by(row.text, outside_words_in_python()) == row.ids);
     differences += ids_by(row.text, wrong) != row.ids;
@@ -140,7 +140,7 @@ TEST_CASE("splitter: a class that ended at the first ] would give other ids", "[
   REQUIRE(differences > 0);
 }
 
-TEST_CASE("byte alphabet: each byte has a character of its own", "[tokenizer]") {
+TEST_CASE("byte alphabet: each byte has a unique character", "[tokenizer]") {
   std::set<std::string> characters(byte_characters().begin(), byte_characters().end());
   REQUIRE(characters.size() == 256);
   REQUIRE(byte_characters()[' '] == "Ġ");

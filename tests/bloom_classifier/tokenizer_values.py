@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes data/tokenizer.json, tokenizer_ids.json and tokenizer_kinds.json: what Hugging Face's `tokenizers` (0.23.3)
-makes of strings that are hard to split.
+"""Writes data/tokenizer.json, tokenizer_ids.json and tokenizer_kinds.json: the ids that Hugging Face's `tokenizers`
+(0.23.3) gives for strings that are hard to split.
 
 tokenizer.json is of BLOOM's kind, trained on the first thousand strings of tokenizer_ids.json; the kinds are small
 files by hand: merges of both forms, bytes without a token, added tokens of every sort.
@@ -96,7 +96,7 @@ def anything(rnd):
 
 
 def strings(rnd, count):
-    """As many different strings, of all sorts; the sentences as they are among the first."""
+    """Returns a number of different strings of all kinds; the first ones are the unchanged sentences."""
     sorts = [natural] * 6 + [mixed] * 6 + [between_letters] * 3 + [run] * 2 + [anything]
     found = dict.fromkeys(["", " ", "\n", "\0", "a\0b", *SENTENCES.split("\n")])
     while len(found) < count:
@@ -125,7 +125,7 @@ def trained(texts, vocabulary_size):
 
 
 def by_hand(tokens, merges, added=(), **options):
-    """A tokenizer.json as a Python value: tokens and their merges as given, whatever BPE would train."""
+    """Returns a tokenizer.json as a Python value, with the given tokens and merges instead of trained ones."""
     tokenizer = with_parts_of_bloom(Tokenizer(models.BPE(vocab={}, merges=[])))
     tokenizer = json.loads(tokenizer.to_str())
     tokenizer["model"] |= {"vocab": {token: i for i, token in enumerate(tokens)}, "merges": merges, **options}
@@ -172,7 +172,7 @@ def write(name, value):
 
 
 def invalid_utf8(rnd):
-    """Bytes in hexadecimal with what Python reads of them."""
+    """Returns bytes in hexadecimal with the text that Python reads."""
     parts = [b"\x80", b"\xbf", b"\xc0\x80", b"\xc2", b"\xe0\x80\x80", b"\xe2\x80", b"\xed\xa0\x80", b"\xf0\x9f\x98", b"\xf0\x80\x80\x80",
              b"\xf4\x90\x80\x80", b"\xf8\x88\x80\x80\x80", b"\xff", b"a", b" ", b".", "é".encode(), "漢".encode(), "😀".encode()]
     for _ in range(150):
@@ -181,7 +181,7 @@ def invalid_utf8(rnd):
 
 
 def outside_words():
-    """The code points that the expression has in no word."""
+    """Returns the code points that the expression never includes in a word."""
     split = pre_tokenizers.Split(Regex(SPLIT), "isolated", invert=False)
     return [c for c in range(0x110000) if not 0xD800 <= c < 0xE000 and len(split.pre_tokenize_str(f"a{chr(c)}b")) != 1]
 

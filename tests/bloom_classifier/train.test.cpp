@@ -18,7 +18,7 @@ namespace {
 
 using bloom::Options;
 
-/// Policy: ends the fit after so many micro-batches, tails and epochs, as a signal does.
+/// A policy: ends the fit after a number of micro-batches, tails and epochs, as a signal does.
 struct StopAfter {
   int boundaries = 0, seen = 0;
   std::function<void()> stop = {};
@@ -69,7 +69,7 @@ Outcome outcome_of(const Options& options, int stop_after = 0, std::uint64_t see
 
 }  // namespace
 
-TEST_CASE("bloom: stopped in the middle of an epoch or of a window, it goes on to the bit") {
+TEST_CASE("bloom: stopped in the middle of an epoch or of a window, a training resumes bitwise") {
   const testing::Directory directory;
   bloom::make_demo_files(directory / "files", 30, 1);
   auto options = options_for(directory / "files");
@@ -90,7 +90,7 @@ TEST_CASE("bloom: stopped in the middle of an epoch or of a window, it goes on t
   CHECK_FALSE(outcome_of(options) == straight);
 }
 
-TEST_CASE("bloom: less memory, the same bits") {
+TEST_CASE("bloom: techniques that save memory, with the same bits") {
   const testing::Directory directory;
   bloom::make_demo_files(directory / "files", 30, 1);
   auto options = options_for(directory / "files");
@@ -100,7 +100,7 @@ TEST_CASE("bloom: less memory, the same bits") {
   CHECK(outcome_of(options) == plain);
 }
 
-TEST_CASE("bloom: stepped in backward, the same bits; with weights of bfloat16 it learns, and goes on to the bit") {
+TEST_CASE("bloom: steps in backward give the same bits; with bfloat16 weights it learns, and resumes bitwise") {
   const testing::Directory directory;
   bloom::make_demo_files(directory / "files", 30, 1);
   auto options = options_for(directory / "files");
@@ -131,7 +131,7 @@ TEST_CASE("bloom: stepped in backward, the same bits; with weights of bfloat16 i
   CHECK(outcome_of(options).parameters[0].scalar_type() == at::kFloat);
 }
 
-TEST_CASE("bloom: the updates of a memory budget are those of its batches") {
+TEST_CASE("bloom: updates within a memory budget match those of the whole batches") {
   const testing::Directory directory;
   bloom::make_demo_files(directory / "files", 30, 1);
   auto options = options_for(directory / "files");
@@ -147,10 +147,10 @@ TEST_CASE("bloom: the updates of a memory budget are those of its batches") {
   for (std::size_t i = 0; i < whole.parameters.size(); ++i)
     most = std::max(most, (divided.parameters[i] - whole.parameters[i]).norm().item<double>() /
                               whole.parameters[i].norm().clamp_min(1e-3).item<double>());
-  CHECK(most < 1e-2);  // Adam divides by the square root of small numbers
+  CHECK(most < 1e-2);  // Adam divides by the square root of small numbers, which amplifies rounding
 }
 
-TEST_CASE("bloom: nothing is padded that need not be") {
+TEST_CASE("bloom: only necessary padding is added") {
   const testing::Directory directory;
   bloom::make_demo_files(directory / "files", 40, 1);
   auto options = options_for(directory / "files");
@@ -163,7 +163,7 @@ TEST_CASE("bloom: nothing is padded that need not be") {
   CHECK(together.padded == together.tokens);
 }
 
-TEST_CASE("bloom: a training ends after so many updates or minutes, if the epochs have more") {
+TEST_CASE("bloom: a training ends after a limit of updates or minutes, before its epochs") {
   const testing::Directory directory;
   bloom::make_demo_files(directory / "files", 30, 1);
   auto options = options_for(directory / "files");
@@ -184,7 +184,7 @@ TEST_CASE("bloom: a training ends after so many updates or minutes, if the epoch
   CHECK(outcome_of(options).trained.report.updates == 14);
 }
 
-TEST_CASE("bloom: some of the reviews are from all over") {
+TEST_CASE("bloom: a part of the reviews is evenly spaced") {
   const auto reviews = bloom::generated_reviews(10, 1);
   CHECK(bloom::some_of(reviews, 0) == reviews);
   CHECK(bloom::some_of(reviews, 10) == reviews);
@@ -192,7 +192,7 @@ TEST_CASE("bloom: some of the reviews are from all over") {
   CHECK(bloom::some_of(reviews, 3) == std::vector{reviews[0], reviews[3], reviews[6]});
 }
 
-TEST_CASE("bloom: texts are predicted alike together and one at a time, in their order") {
+TEST_CASE("bloom: texts get the same predictions together and one at a time, in their order") {
   const testing::Directory directory;
   bloom::make_demo_files(directory / "files", 30, 1);
   auto options = options_for(directory / "files");
@@ -212,7 +212,7 @@ TEST_CASE("bloom: texts are predicted alike together and one at a time, in their
   }
 }
 
-TEST_CASE("bloom: the demo of a size makes its folder once, and trains what is there") {
+TEST_CASE("bloom: the demo of a size makes its folder once, and then reuses it") {
   const testing::Directory directory;
   bloom::Options options;
   options.demo_files = directory / "model";

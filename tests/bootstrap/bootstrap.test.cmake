@@ -26,7 +26,7 @@ function(expect what text pattern)
   endif()
 endfunction()
 
-# Three Pythons without torch: the one that is named, that of a virtual environment, and the first on the path.
+# Three Pythons without torch: a named one, a virtual environment's, and the first on the path.
 foreach(place IN ITEMS named environment/bin path)
   file(WRITE "${WHERE}/${place}/python" "#!/bin/sh\nexit 1\n")
   file(CHMOD "${WHERE}/${place}/python" PERMISSIONS OWNER_READ OWNER_WRITE OWNER_EXECUTE)
@@ -38,7 +38,7 @@ execute_process(
   COMMAND_ERROR_IS_FATAL ANY OUTPUT_VARIABLE text)
 expect("A search for LibTorch" "${text}" "no LibTorch that fits is in this system, or in ${WHERE}/named/python, or in ${WHERE}/environment/bin/python, or in ${WHERE}/path/python; name yours by -DCMAKE_PREFIX_PATH=[^\n]*\n-- found: ''")
 
-# What pip prints is shown while it runs, and it is in the log that the error names.
+# pip's output is printed while it runs, and is in the log that the error names.
 file(REMOVE_RECURSE "${WHERE}/fetched")
 file(WRITE "${WHERE}/fetching/python" "#!/bin/sh\ncase $2 in\nvenv) mkdir -p \"$3/bin\" && cp \"$0\" \"$3/bin/python\" ;;\n"
   "pip) echo 'Downloading torch (190 MB)'; echo 'No space left on device' >&2; exit 1 ;;\nesac\n")

@@ -28,7 +28,7 @@ namespace {
 
 constexpr std::int64_t plenty = std::int64_t{1} << 40;
 
-// A chain, measured once for many schedules.
+// A chain whose measurement is shared by many schedules.
 struct Profiled {
   explicit Profiled(const Chain& chain) {
     std::optional<ga::Autocast> uncached;
@@ -72,32 +72,32 @@ std::vector<Chain> all_chains() {
           in_place_chain(),    shared_chain(), rebuilt_chain()};
 }
 
-// How many segments of a schedule lie in one another.
+// Returns how deeply a schedule's segments are nested.
 std::int64_t depth(const std::string& schedule) {
   std::int64_t open = 0, deepest = 0;
   for (auto c : schedule) deepest = std::max(deepest, open += (c == '[') - (c == ']'));
   return deepest;
 }
 
-// How much more than what is measured may be predicted: of stages that share memory, that may be all of it.
+// Returns how far a prediction may exceed the measurement; for stages that share memory there is no limit.
 std::int64_t slack(const Chain& chain, const std::string& schedule = "") {
   for (auto name : {"views", "strided gradients", "frozen views"})
     if (chain.name == name) return plenty;
-  std::int64_t statistics = 0;  // copies, in each segment in which a stage runs again
+  std::int64_t statistics = 0;  // copied in each segment that recomputes a stage
   for (auto& buffer : chain.net->buffers()) statistics += buffer.nbytes();
-  std::int64_t bias = 0;  // cast to bfloat16: a stage by itself may hold it at its peak, where a segment does not
+  std::int64_t bias = 0;  // cast to bfloat16: a single stage may hold it at its peak, and a segment not
   for (auto& parameter : chain.net->parameters())
     if (chain.autocast && parameter.dim() == 1) bias = std::max(bias, 2 * parameter.numel());
   return std::max<std::int64_t>(depth(schedule), 1) * statistics + bias + 4;  // a loss
 }
 
-// The chain's input, smaller or larger.
+// Replaces the chain's input by a smaller or larger one.
 Chain with_input(Chain chain, const at::Tensor& input) {
   chain.input = input;
   return chain;
 }
 
-// In the middle between least and plain.
+// Returns a budget in the middle between least and plain.
 ga::CheckpointedSequential tight(const Chain& chain) {
   const auto [least, plain] = limits(chain);
   return {chain.net, {.memory_budget = (least + plain) / 2}};
@@ -105,7 +105,7 @@ ga::CheckpointedSequential tight(const Chain& chain) {
 
 }  // namespace
 
-TEST_CASE("Budget: kept at every size, with the gradients of plain training to the bit") {
+TEST_CASE("Budget: every budget is kept, with bitwise the gradients of plain training") {
   for (const auto& chain : all_chains()) {
     const Profiled profiled(chain);
     const auto least = inner::least_memory(profiled.costs);
@@ -131,7 +131,7 @@ TEST_CASE("Budget: kept at every size, with the gradients of plain training to t
   }
 }
 
-TEST_CASE("Budget: planned in the first forward pass, and kept in all that follow") {
+TEST_CASE("Budget: planned in the first forward pass, and kept in all later ones") {
   for (const auto& chain : all_chains()) {
     const auto [least, plain_bytes] = limits(chain);
     Rig rig(chain);
@@ -155,7 +155,7 @@ TEST_CASE("Budget: planned in the first forward pass, and kept in all that follo
   }
 }
 
-TEST_CASE("Budget: kept where gradients of parameters exist already") {
+TEST_CASE("Budget: kept if gradients of parameters exist already") {
   for (const auto& chain : {varied_chain(), embedding_chain()}) {
     const auto [least, plain_bytes] = limits(chain);
     Rig rig(chain);
@@ -172,7 +172,7 @@ TEST_CASE("Budget: kept where gradients of parameters exist already") {
   }
 }
 
-TEST_CASE("Budget: the least is enough, and less is refused with the number") {
+TEST_CASE("Budget: the least is enough, and less is refused with the least number") {
   for (const auto& chain : {varied_chain(), convolution_chain(), transformer_chain()}) {
     const auto least = limits(chain).least;
     ga::CheckpointedSequential net(chain.net, {.memory_budget = least - 1});
@@ -189,7 +189,7 @@ TEST_CASE("Budget: the least is enough, and less is refused with the number") {
   }
 }
 
-TEST_CASE("Budget: kept where the gradient of the output is one number for all") {
+TEST_CASE("Budget: kept if the gradient of the output is one expanded number") {
   for (const auto& chain : all_chains()) {
     const auto [least, plain_bytes] = limits(chain);
     Rig rig(chain);
@@ -208,7 +208,7 @@ TEST_CASE("Budget: kept where the gradient of the output is one number for all")
 
 namespace {
 
-// The identity; its backward, when it first runs, takes memory that stays.
+// The identity, whose backward allocates permanent memory when it first runs.
 struct WorkspaceFunction : torch::autograd::Function<WorkspaceFunction> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, at::Tensor* workspace) {
     context->saved_data["workspace"] = reinterpret_cast<std::int64_t>(workspace);
@@ -224,7 +224,7 @@ struct WorkspaceFunction : torch::autograd::Function<WorkspaceFunction> {
 
 }  // namespace
 
-TEST_CASE("Budget: memory that an operation takes once, and keeps, is not the stage's") {
+TEST_CASE("Budget: memory that an operation allocates once and keeps does not count for the stage") {
   at::Tensor workspace;
   const Chain chain{
       "workspace",
@@ -235,17 +235,17 @@ TEST_CASE("Budget: memory that an operation takes once, and keeps, is not the st
   CHECK(workspace.defined());
 }
 
-TEST_CASE("Budget: a sparse gradient of a parameter is not the stage's, as a dense one is not") {
+TEST_CASE("Budget: a parameter's sparse gradient does not count for the stage, like a dense one") {
   const auto peak = [](bool sparse) {
     nn::Sequential net(nn::Embedding(nn::EmbeddingOptions(50, 16).sparse(sparse).padding_idx(0)));
     ga::CheckpointedSequential chain(net, {.memory_budget = plenty});
     chain->forward(torch::arange(48)).sum().backward();
     return chain->plan().plain.peak_bytes;
   };
-  CHECK(peak(true) < peak(false) + 47 * 16 * 4);  // its values: of all rows but the padding
+  CHECK(peak(true) < peak(false) + 47 * 16 * 4);  // the sparse values exclude the padding
 }
 
-TEST_CASE("Budget: planning holds what one stage needs, and nothing of the others") {
+TEST_CASE("Budget: planning holds the memory of one stage at a time") {
   for (const auto& chain : all_chains()) {
     INFO(chain.name);
     const Profiled profiled(chain);
@@ -254,7 +254,7 @@ TEST_CASE("Budget: planning holds what one stage needs, and nothing of the other
       for (auto& way : cost.ways) largest = std::max({largest, input + way.backward_peak, input + way.again_peak});
       input = cost.output;
     }
-    for (auto& buffer : chain.net->buffers()) statistics += buffer.nbytes();  // put aside
+    for (auto& buffer : chain.net->buffers()) statistics += buffer.nbytes();  // copied
     std::int64_t gradients = 0;
     for (auto& stage : *profiled.stages) {
       std::int64_t of_stage = 0;
@@ -283,11 +283,11 @@ TEST_CASE("Budget: a smaller input follows the plan, and keeps the budget") {
   }
 }
 
-TEST_CASE("Budget: planned anew for what may need other bytes, and known again") {
+TEST_CASE("Budget: planned again for inputs that may need other bytes, and plans are reused") {
   auto chain = transformer_chain(3);
   const auto budget = 2 * limits(chain).plain;
   ga::CheckpointedSequential net(chain.net, {.memory_budget = budget});
-  std::vector<double> seconds;  // which tell plans apart
+  std::vector<double> seconds;  // identify plans
   const auto is_planned_anew = [&](const at::Tensor& input) {
     net->forward(input).sum().backward();
     const auto time = net->plan().predicted.seconds;
@@ -303,7 +303,7 @@ TEST_CASE("Budget: planned anew for what may need other bytes, and known again")
   CHECK(is_planned_anew(randoms({3, 4, 16})));
   CHECK_FALSE(is_planned_anew(randoms({2, 9, 16})));
   CHECK_FALSE(is_planned_anew(randoms({3, 3, 16})));
-  CHECK(is_planned_anew(randoms({2, 16, 9}).transpose(1, 2)));  // copied where rows are wanted
+  CHECK(is_planned_anew(randoms({2, 16, 9}).transpose(1, 2)));  // copied for operations that need contiguous rows
   CHECK_FALSE(is_planned_anew(chain.input));
   CHECK(is_planned_anew(chain.input.clone().requires_grad_()));
   net->eval();
@@ -314,7 +314,7 @@ TEST_CASE("Budget: planned anew for what may need other bytes, and known again")
   CHECK(is_planned_anew(chain.input));
 }
 
-TEST_CASE("Budget: measured a few times, however many lengths there are") {
+TEST_CASE("Budget: measured only a few times for many lengths") {
   struct CountsImpl : nn::Module {
     at::Tensor forward(const at::Tensor& x) {
       ++runs;
@@ -329,7 +329,7 @@ TEST_CASE("Budget: measured a few times, however many lengths there are") {
   const auto longest = limits(of_length(40));
   ga::CheckpointedSequential ample(chain.net, {.memory_budget = 4 * longest.plain});
   for (auto length : {39, 40}) Rig(of_length(length)).step(ample);
-  CHECK(ample->plan().plain.peak_bytes == longest.plain);  // by its own measurement
+  CHECK(ample->plan().plain.peak_bytes == longest.plain);  // measured at this length
   for (auto budget : {longest.least + 1000, (longest.least + longest.plain) / 2, 2 * longest.plain}) {
     ga::CheckpointedSequential net(chain.net, {.memory_budget = budget});
     int measurements = 0;
@@ -342,18 +342,18 @@ TEST_CASE("Budget: measured a few times, however many lengths there are") {
       const bool is_measured = counts->runs > 2;
       measurements += is_measured;
       CHECK(difference(step.outcome, plain.outcome) == "");
-      if (is_measured) step = rig.step(net);  // without what measuring holds
+      if (is_measured) step = rig.step(net);  // excludes the memory of measuring
       CHECK(difference(step.outcome, plain.outcome) == "");
       CHECK(step.peak <= budget);
       CHECK(net->plan().predicted.peak_bytes <= budget);
     }
     CHECK(measurements >= 2);
-    CHECK((measurements <= 9 || budget < longest.least * 5 / 4));  // 4 to 7, then to 40 by a factor of 1.39 each
+    CHECK((measurements <= 9 || budget < longest.least * 5 / 4));  // 4 to 7, then up to 40 by factors of 1.39
   }
 }
 
 TEST_CASE("Budget: kept after another autocast, dtype, mode or layout") {
-  // Whatever was planned for last, a step's peak is within the budget, and its gradients are those of the plain step.
+  // After planning for other inputs, a step's peak is within the budget, and its gradients equal the plain step's.
   const auto check = [](ga::CheckpointedSequential& net, const Chain& chain) {
     Rig rig(chain);
     const auto plain = rig.step(chain.net);
@@ -447,7 +447,7 @@ TEST_CASE("Budget: retain_graph, autograd::grad, a second use of the output") {
   }
 }
 
-TEST_CASE("Budget: planning leaves no trace") {
+TEST_CASE("Budget: planning changes nothing") {
   auto chain = convolution_chain();
   chain.net->push_back(nn::Dropout(0.5));
   const auto budget = limits(chain).least + 1000;
@@ -480,7 +480,7 @@ TEST_CASE("Budget: planning leaves no trace") {
   CHECK(hooked == 1);
 }
 
-TEST_CASE("Budget: planning leaves no trace in a module that a lambda captures") {
+TEST_CASE("Budget: planning changes nothing in a module that a lambda captures") {
   torch::manual_seed(3);
   nn::BatchNorm1d norm(8), registered(8);
   nn::Sequential stages(nn::Linear(8, 8), registered,
@@ -555,7 +555,7 @@ TEST_CASE("Budget: in a meter, around a meter, and within LibTorch's profiler") 
   }
 }
 
-TEST_CASE("Budget: planned inside a checkpoint, and inside hooks of the user's") {
+TEST_CASE("Budget: planned inside a checkpoint, and inside a user's hooks") {
   for (const auto& chain : {varied_chain(), rebuilt_chain()}) {
     Rig rig(chain);
     const auto plain = rig.step(chain.net);
@@ -583,7 +583,7 @@ TEST_CASE("Budget: planned inside a checkpoint, and inside hooks of the user's")
   }
 }
 
-TEST_CASE("Budget: one inside another") {
+TEST_CASE("Budget: one CheckpointedSequential inside another") {
   const auto chain = transformer_chain(5);
   Rig rig(chain);
   const auto plain = rig.step(chain.net);
@@ -608,8 +608,8 @@ TEST_CASE("Budget: one inside another") {
 
 namespace {
 
-// Throws in its forward number `fatal`, counted from 0. So slow that it is run no more often than planning has to, and
-// that a plan runs it as seldom as may be: otherwise the number of its runs would depend on the machine's mood.
+// Throws in its `fatal`-th forward pass, counted from 0. It is so slow that planning measures it as seldom as possible,
+// and plans recompute it as seldom as possible: otherwise the number of its runs would depend on the machine's load.
 struct BombImpl : nn::Module {
   at::Tensor forward(const at::Tensor& x) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
@@ -622,7 +622,7 @@ TORCH_MODULE(Bomb);
 
 }  // namespace
 
-TEST_CASE("Budget: an exception of a stage, at whatever run, leaves everything as it was") {
+TEST_CASE("Budget: an exception of a stage in any run leaves everything unchanged") {
   torch::manual_seed(2);
   Bomb bomb;
   const Chain chain{"bomb",
@@ -639,7 +639,7 @@ TEST_CASE("Budget: an exception of a stage, at whatever run, leaves everything a
   bomb->runs = 0;
   rig.step(counting);
   const int step_runs = bomb->runs;
-  REQUIRE(step_runs >= 2);  // forward, and again
+  REQUIRE(step_runs >= 2);  // forward and recomputation
   REQUIRE(with_plan > step_runs);
 
   const auto attempt = [&](ga::CheckpointedSequential& net, int fatal) {
@@ -682,7 +682,7 @@ TEST_CASE("Budget: an exception of a stage, at whatever run, leaves everything a
   CHECK(same_bits(copies(chain.net->buffers()), buffers));
 }
 
-TEST_CASE("CheckpointedSequential: memory falls from segment to segment of backward") {
+TEST_CASE("CheckpointedSequential: memory decreases with each segment of backward") {
   torch::manual_seed(2);
   nn::Sequential net;
   for (int i = 0; i < 8; ++i) {
@@ -713,7 +713,7 @@ TEST_CASE("CheckpointedSequential: memory falls from segment to segment of backw
   }
 }
 
-TEST_CASE("Budget: nothing is left of a thousand steps") {
+TEST_CASE("Budget: a thousand steps leave nothing behind") {
   const auto chain = with_input(rebuilt_chain(), randoms({2, 8}));
   const auto modules = std::vector<nn::AnyModule>(chain.net->begin(), chain.net->end());
   const auto owners = [&] {
@@ -733,11 +733,11 @@ TEST_CASE("Budget: nothing is left of a thousand steps") {
       auto y = net->forward(chain.input);
       if (i % 3 > 0) y.sum().backward({}, /*retain_graph=*/i % 3 == 2);
     }
-    CHECK(record.live() == 0);  // gradients are older
+    CHECK(record.live() == 0);  // gradients were allocated before
     CHECK(owners() == with_plan);
     auto y = net->forward(chain.input);
     net = nullptr;
-    CHECK(owners() > before);  // the graph may still run them
+    CHECK(owners() > before);  // the graph may still run the modules
     y.sum().backward();
     CHECK(owners() == before);
     take_gradients(parameters);
@@ -745,7 +745,7 @@ TEST_CASE("Budget: nothing is left of a thousand steps") {
   CHECK(owners() == before);
 }
 
-TEST_CASE("Budget: threads with models of their own") {
+TEST_CASE("Budget: threads with separate models") {
   std::vector<Chain> chains;
   std::vector<Outcome> plain;
   for (int i = 0; i < 4; ++i) {
@@ -838,7 +838,7 @@ TEST_CASE("Budget: stages of all kinds") {
   }
 }
 
-TEST_CASE("Budget: what a module must not do") {
+TEST_CASE("Budget: a module's forbidden actions are errors") {
   const auto x = randoms({6, 8});
   SECTION("write over the chain's input") {
     ga::CheckpointedSequential net(nn::Sequential(nn::ReLU(nn::ReLUOptions().inplace(true)), nn::Linear(8, 8)),

@@ -18,8 +18,8 @@ namespace ga = gradaccum;
 namespace nn = torch::nn;
 using namespace testing;
 
-// Buffers of modules of one's own, on which results depend: each forward pass begins where the one before ended, and a
-// recomputation is not one of them.
+// Buffers of user-defined modules that affect results: each forward pass begins with the values of the one before, and
+// a recomputation must not count as a forward pass.
 namespace {
 
 constexpr std::int64_t width = 8;
@@ -40,7 +40,7 @@ struct CenterImpl : nn::Module {
 };
 TORCH_MODULE(Center);
 
-// Divides a weight by its largest singular value, by one power iteration per forward pass.
+// Divides a weight by its largest singular value, with one power iteration per forward pass.
 struct SpectralImpl : nn::Module {
   at::Tensor forward(const at::Tensor& x) {
     {
@@ -57,7 +57,7 @@ struct SpectralImpl : nn::Module {
 };
 TORCH_MODULE(Spectral);
 
-// A codebook by moving averages, written to past its version counter, as `.data` invites to.
+// A codebook by moving averages, written through `.data`, which bypasses the version counter.
 struct CodebookImpl : nn::Module {
   at::Tensor forward(const at::Tensor& x) {
     const auto codes = torch::cdist(x.detach(), book).argmin(1);
@@ -70,7 +70,7 @@ struct CodebookImpl : nn::Module {
 };
 TORCH_MODULE(Codebook);
 
-// Writes by a pointer.
+// Writes to its buffer through a pointer.
 struct PointersImpl : nn::Module {
   at::Tensor forward(const at::Tensor& x) {
     number.data_ptr<float>()[0] += 0.5F;
@@ -81,7 +81,7 @@ struct PointersImpl : nn::Module {
 };
 TORCH_MODULE(Pointers);
 
-// Statistics by LibTorch's kernel, which does not count versions either, used before they are updated.
+// Running statistics of a LibTorch kernel that does not count versions, used before they are updated.
 struct LaggingNormImpl : nn::Module {
   at::Tensor forward(const at::Tensor& x) {
     const auto lagged = (x - mean) * scale;
@@ -93,7 +93,7 @@ struct LaggingNormImpl : nn::Module {
 };
 TORCH_MODULE(LaggingNorm);
 
-// Puts another tensor in the place of its buffer.
+// Replaces its buffer by another tensor.
 struct ReplacesImpl : nn::Module {
   at::Tensor forward(const at::Tensor& t) {
     mean = mean * 0.9 + t.detach().mean() * 0.1;
@@ -111,7 +111,7 @@ nn::Sequential net_of_all() {
 
 using Step = std::function<at::Tensor(nn::Sequential&, const at::Tensor&)>;
 
-// Two forward passes before their backward passes, three times.
+// Runs two forward passes before their backward passes, three times.
 Outcome train(const Step& step, bool again = false) {
   auto net = net_of_all();
   torch::manual_seed(5);
@@ -144,7 +144,7 @@ Step in(const ga::CheckpointedSequentialOptions& options) {
 
 }  // namespace
 
-TEST_CASE("checkpoint: buffers of a module of one's own change once, and a recomputation begins as forward did") {
+TEST_CASE("checkpoint: buffers of a user's module change once, and a recomputation begins with forward's values") {
   const auto expected = train(plain);
   CHECK(expected.buffers[0].item<std::int64_t>() == 6);
   const ga::CheckpointOptions defaults, content{.check_content = true}, whole{.early_stop = false};
@@ -166,7 +166,7 @@ TEST_CASE("checkpoint: buffers of a module of one's own change once, and a recom
   }
 }
 
-TEST_CASE("checkpoint: buffers of modules that a lambda captures change once, whatever operation writes to them") {
+TEST_CASE("checkpoint: buffers of modules that a lambda captures change once, by any operation") {
   const auto make = [] {
     torch::manual_seed(4);
     nn::Functional channels(torch::unsqueeze, -1), rows([](const at::Tensor&x) { return x.squeeze(-1) * 2; });
@@ -174,7 +174,7 @@ TEST_CASE("checkpoint: buffers of modules that a lambda captures change once, wh
                           nn::Conv1d(nn::Conv1dOptions(width, width, 1)), nn::BatchNorm1d(width), rows,
                           nn::BatchNorm1d(nn::BatchNorm1dOptions(width).momentum(std::nullopt)));
   };
-  std::vector<at::Tensor> ring;  // a tensor that belongs to no module, written to a row at a time
+  std::vector<at::Tensor> ring;  // tensors outside of modules, written row by row
   const auto run = [&](auto&& step, int passes = 1) {
     auto net = make();
     ring = {torch::zeros({4, width})};
@@ -216,7 +216,7 @@ TEST_CASE("checkpoint: buffers of modules that a lambda captures change once, wh
   }
 }
 
-TEST_CASE("checkpoint: what a lambda makes and writes to is not kept, and a Functional's lambda is a lambda") {
+TEST_CASE("checkpoint: tensors that a lambda creates are not saved, also in a Functional") {
   ga::detail::BufferRecord record;
   const auto outside = torch::ones({3});
   at::Tensor made;
@@ -249,7 +249,7 @@ TEST_CASE("checkpoint: what a lambda makes and writes to is not kept, and a Func
   for (std::size_t i = 0; i < expected.size(); ++i) CHECK(found[i].equal(expected[i]));
 }
 
-TEST_CASE("CheckpointedSequential: buffers of a module of one's own change once") {
+TEST_CASE("CheckpointedSequential: buffers of a user's module change once") {
   const auto expected = train(plain);
   for (std::int64_t segments : {1, 2, 3, 5, 12}) {
     INFO(segments << " segments");
@@ -271,7 +271,7 @@ TEST_CASE("CheckpointedSequential: buffers of a module of one's own change once"
                    expected) == "");
 }
 
-TEST_CASE("CheckpointedSequential: a budget is kept where buffers change") {
+TEST_CASE("CheckpointedSequential: a budget is kept if buffers change") {
   struct LargeImpl : nn::Module {
     at::Tensor forward(const at::Tensor& x) {
       const at::Tensor y = x.sin() * (1 + table[3]);
@@ -295,7 +295,7 @@ TEST_CASE("CheckpointedSequential: a budget is kept where buffers change") {
   const auto [most, plan] = peak_with(1 << 30);
   CHECK(plan.schedule == "0-7");
   CHECK(plan.least_bytes < plan.plain.peak_bytes);
-  CHECK(plan.plain.peak_bytes <= most);  // a stage that is kept copies nothing
+  CHECK(plan.plain.peak_bytes <= most);  // a kept stage copies nothing
   for (auto budget : {plan.least_bytes, (plan.least_bytes + plan.plain.peak_bytes) / 2}) {
     const auto [bytes, planned] = peak_with(budget);
     CHECK(contains(planned.schedule, "["));
@@ -303,7 +303,7 @@ TEST_CASE("CheckpointedSequential: a budget is kept where buffers change") {
   }
 }
 
-TEST_CASE("checkpoint: a buffer that only others read is not copied for long, and one that is replaced is an error") {
+TEST_CASE("checkpoint: a copy of a buffer that only others read is freed, and a replaced buffer is an error") {
   struct MaskedImpl : nn::Module {
     at::Tensor forward(const at::Tensor& x) { return (x * mask).sin() * scale; }
     at::Tensor mask = register_buffer("mask", torch::ones({1 << 20}));
@@ -326,7 +326,7 @@ TEST_CASE("checkpoint: a buffer that only others read is not copied for long, an
   nn::Sequential measured(std::make_shared<ReplacesImpl>(), nn::Linear(1, 1));
   REQUIRE_ERROR("copy_", ga::CheckpointedSequential(measured, {.memory_budget = 1 << 20})->forward(x));
 
-  // The member is what is in the module's list.
+  // Refers to the tensor in the module's list of buffers.
   struct RefersImpl : nn::Module {
     at::Tensor forward(const at::Tensor& t) {
       mean = mean * 0.9 + t.detach().mean() * 0.1;
@@ -339,7 +339,7 @@ TEST_CASE("checkpoint: a buffer that only others read is not copied for long, an
   REQUIRE_ERROR("copy_", ga::CheckpointedSequential(refers, {.memory_budget = 1 << 20})->forward(x));
 }
 
-TEST_CASE("checkpoint: a module that is in the tree twice has its buffers watched once") {
+TEST_CASE("checkpoint: buffers of a module that occurs twice are saved once") {
   const auto replaces = std::make_shared<ReplacesImpl>();
   const auto x = leaf(torch::randn({3}));
   REQUIRE_ERROR("copy_", ga::checkpoint(nn::Sequential(replaces, replaces), x));
@@ -349,7 +349,7 @@ TEST_CASE("checkpoint: a module that is in the tree twice has its buffers watche
   other->register_buffer("mean", norm->running_mean);
   const auto states = ga::detail::buffers_of({norm.get(), other.get(), norm.get()});
   REQUIRE(states.size() == 3);
-  CHECK_FALSE(states[0]->is_statistics);  // a module of another kind may read it
+  CHECK_FALSE(states[0]->is_statistics);  // other kinds of modules may read it
   CHECK(states[1]->is_statistics);
 }
 

@@ -30,7 +30,7 @@ at::Tensor randoms(at::IntArrayRef shape, at::ScalarType dtype = at::kDouble, in
   return torch::randn(shape, dtype);
 }
 
-// x + branch(x), the branch checkpointed if asked.
+// x + branch(x), with an optional checkpoint around the branch.
 struct ResidualImpl : nn::Module {
   ResidualImpl(nn::Sequential layers, bool with_checkpoint)
       : branch(register_module("branch", layers)), checkpointed(with_checkpoint) {}
@@ -42,7 +42,7 @@ TORCH_MODULE(Residual);
 
 constexpr int width = 6;
 
-// Layers by lot; the same for the same seed. With `nested`, its residual branches are checkpoints of their own.
+// Makes random layers, which depend only on the seed. With `nested`, each residual branch is also checkpointed.
 nn::Sequential random_net(int seed, bool nested, int layers = 8) {
   std::mt19937 lot(seed);
   torch::manual_seed(seed);
@@ -87,7 +87,7 @@ std::vector<at::Tensor> with(std::vector<at::Tensor> tensors, const at::Tensor& 
   return tensors;
 }
 
-// A step of `module`, checkpointed with `options` or not.
+// Runs a step of `module`, checkpointed if `options` are given.
 template <class Module>
 Outcome step_of(Module module, at::Tensor x, std::optional<ga::CheckpointOptions> options) {
   if (x.is_floating_point()) x = leaf(x);
@@ -95,7 +95,7 @@ Outcome step_of(Module module, at::Tensor x, std::optional<ga::CheckpointOptions
   return outcome(forward, with(module->parameters(), x), module->buffers());
 }
 
-// An embedding first: its input is of integers.
+// A model whose first layer is an embedding, so its input has integers.
 struct LanguageModelImpl : nn::Module {
   LanguageModelImpl() {
     register_module("embedding", embedding);
@@ -136,7 +136,7 @@ TORCH_MODULE(Attention);
 const auto default_options = std::optional(ga::CheckpointOptions());
 const auto plain = std::optional<ga::CheckpointOptions>();
 
-// Counts its calls, in all copies together.
+// Counts its calls, over all copies.
 template <class Function>
 struct Counted {
   auto operator()(auto&&... inputs) const {
@@ -151,7 +151,7 @@ Counted(Function) -> Counted<Function>;
 
 }  // namespace
 
-TEST_CASE("checkpoint: a step of a random net is that of the plain call, to the bit") {
+TEST_CASE("checkpoint: a step of a random net is bitwise that of the plain call") {
   for (int seed = 0; seed < 40; ++seed)
     for (auto dtype : {at::kDouble, at::kFloat})
       for (bool nested : {false, true}) {
@@ -169,7 +169,7 @@ TEST_CASE("checkpoint: a step of a random net is that of the plain call, to the 
       }
 }
 
-TEST_CASE("checkpoint: the comparison sees a random number, a bit and a statistic that are others") {
+TEST_CASE("checkpoint: the comparison detects a different random number, bit and statistic") {
   const auto make = [] {
     torch::manual_seed(1);
     return nn::Sequential(nn::Linear(width, width), nn::Dropout(0.3), nn::BatchNorm1d(width));
@@ -206,7 +206,7 @@ TEST_CASE("checkpoint: embedding, attention, recurrent, convolution") {
   check([] { return Attention(0.5); }, randoms({2, 2, 5, 8}, at::kFloat));
 }
 
-TEST_CASE("checkpoint: an operation that fills what it has saved runs to its end") {
+TEST_CASE("checkpoint: an operation that writes to a tensor it saved runs to its end") {
   const auto make = [](bool more) {
     torch::manual_seed(1);
     nn::Sequential net(nn::Linear(width, width), nn::RReLU());
@@ -232,7 +232,7 @@ TEST_CASE("checkpoint: within autocast") {
           auto input = leaf(x);
           const auto forward = [&] {
             ga::Autocast autocast(at::kCPU, at::kBFloat16, true, cached);
-            auto y = net->forward(input);  // the casts of the parameters are kept from here on
+            auto y = net->forward(input);  // casts of the parameters are cached from here on
             return checkpointed ? ga::checkpoint(net, y) : net->forward(y);
           };
           std::optional<ga::Autocast> around;
@@ -245,7 +245,7 @@ TEST_CASE("checkpoint: within autocast") {
       }
 }
 
-TEST_CASE("checkpoint: autocast is as it was in the forward pass, whatever it is in backward") {
+TEST_CASE("checkpoint: autocast is restored to its state in forward, whatever it is in backward") {
   auto w = leaf(randoms({4, 4}, at::kFloat)), x = leaf(randoms({4, 4}, at::kFloat));
   std::vector<std::pair<at::ScalarType, bool>> seen;
   const auto function = [&](const at::Tensor& t) {
@@ -312,13 +312,13 @@ TEST_CASE("checkpoint: without gradients it is a plain call") {
     CHECK(same_bits(ga::checkpoint([](const at::Tensor& t) { return t * 2; }, y), expected * 2));
   }
   CHECK(*function.calls == 2);
-  at::NoGradGuard no_grad;  // not even the rule about inputs holds
+  at::NoGradGuard no_grad;  // the rule about inputs does not apply
   auto changed = torch::zeros({2});
   ga::checkpoint([](at::Tensor t) { t.add_(1); }, changed);
   CHECK(changed.sum().item<double>() == 2);
 }
 
-TEST_CASE("checkpoint: the function switches gradients off, or on, for a part") {
+TEST_CASE("checkpoint: the function disables, or enables, gradients for a part") {
   auto w = leaf(randoms({4, 4}));
   const auto function = [w](const at::Tensor& x) {
     at::Tensor target;
@@ -371,7 +371,7 @@ TEST_CASE("checkpoint: lambdas, function pointers, std::function, functors") {
   check([](at::Tensor t) { return t.tanh().exp(); });
 }
 
-TEST_CASE("checkpoint: a function that counts begins each run as it was given") {
+TEST_CASE("checkpoint: a function with a counter begins each run with its original value") {
   const auto x = leaf(randoms({4}));
   auto function = [power = 1](const at::Tensor& t) mutable {
     ++power;
@@ -438,7 +438,7 @@ TEST_CASE("checkpoint: frozen and shared parameters") {
   }
 }
 
-TEST_CASE("checkpoint: inputs of any kind arrive as they were, both times") {
+TEST_CASE("checkpoint: inputs of any kind arrive unchanged in both runs") {
   struct Settings {
     double scale;
     std::string name;
@@ -491,7 +491,7 @@ TEST_CASE("checkpoint: functions take tensors by value, by reference, by rvalue 
     return ga::checkpoint([](at::TensorList l) { return l[0].exp() * l[1].exp(); }, std::vector<at::Tensor>{x, w});
   });
   check([&] {
-    const auto both = std::vector<at::Tensor>{x, w};  // gone in backward
+    const auto both = std::vector<at::Tensor>{x, w};  // destroyed before backward
     return ga::checkpoint([](at::TensorList l) { return l[0].exp() * l[1].exp(); }, at::TensorList(both));
   });
   check([&] {
@@ -539,7 +539,7 @@ TEST_CASE("checkpoint: outputs of any kind") {
   CHECK(same_bits(
       gradient_of(*ga::checkpoint([](at::Tensor t) { return std::make_unique<at::Tensor>(t.exp().tanh()); }, x)),
       expected));
-  at::Tensor left;  // nothing returned
+  at::Tensor left;  // not returned
   static_assert(std::is_void_v<decltype(ga::checkpoint([&](at::Tensor t) { left = t; }, x))>);
   auto out = std::make_shared<at::Tensor>();
   ga::checkpoint(
@@ -605,7 +605,7 @@ TEST_CASE("checkpoint: autograd::grad and second derivatives") {
     auto first = torch::autograd::grad({uneven_sum(y)}, {x, w}, {}, true, /*create_graph=*/true);
     auto second = torch::autograd::grad({uneven_sum(first[0]) + uneven_sum(first[1])}, {x, w}, {}, true, true);
     auto third = torch::autograd::grad({uneven_sum(second[0])}, {x, w}, {}, /*retain_graph=*/true);
-    uneven_sum(y).backward();  // the graph is still there
+    uneven_sum(y).backward();  // the graph still exists
     auto all = first;
     all.insert(all.end(), second.begin(), second.end());
     all.insert(all.end(), third.begin(), third.end());
@@ -643,7 +643,7 @@ TEST_CASE("checkpoint: nested ones run as often as their depth implies") {
   const auto y = ga::checkpoint(first, x);
   CHECK(runs == std::array{1, 1, 1});
   uneven_sum(y).backward();
-  CHECK(runs == std::array{2, 3, 4});  // with each of those around it once more, and once for its own
+  CHECK(runs == std::array{2, 3, 4});  // once more for each enclosing checkpoint and for its own
   const auto ours = take_gradients({x});
   auto chain = x;
   for (int i = 0; i < 6; ++i) chain = chain.tanh();
@@ -667,7 +667,7 @@ TEST_CASE("checkpoint: one output used twice, one module in two checkpoints") {
   CHECK(difference(step(true), step(false)) == "");
 }
 
-TEST_CASE("checkpoint: a function that takes gradients itself") {
+TEST_CASE("checkpoint: a function that computes gradients itself") {
   const auto w = leaf(randoms({4, 4})), x = leaf(randoms({4, 4}));
   for (bool create_graph : {true, false})
     for (bool early_stop : {true, false}) {
@@ -679,7 +679,7 @@ TEST_CASE("checkpoint: a function that takes gradients itself") {
       };
       INFO("create_graph " << create_graph << ", early_stop " << early_stop);
       const auto expected = outcome([&] { return penalty(x); }, {w, x});
-      for (int i = 0; i < 100; ++i)  // more than the engine's own depth of recursion
+      for (int i = 0; i < 100; ++i)  // more than the engine's limit of recursion
         REQUIRE(difference(outcome([&] { return ga::checkpoint({.early_stop = early_stop}, penalty, x); }, {w, x}),
                            expected) == "");
       const auto nested = [&](const at::Tensor& t) { return ga::checkpoint({.early_stop = early_stop}, penalty, t); };
@@ -688,19 +688,19 @@ TEST_CASE("checkpoint: a function that takes gradients itself") {
     }
 }
 
-TEST_CASE("checkpoint: a function that ends with a gradient of its own") {
+TEST_CASE("checkpoint: a function that ends with a user-defined gradient") {
   const auto w = leaf(randoms({4, 4})), x = leaf(randoms({4, 4}));
   const auto slope = [w](const at::Tensor& t) {
     const auto z = t.tanh();
     return torch::autograd::grad({z.mm(w).tanh().pow(3).sum()}, {z}, {}, true, /*create_graph=*/true)[0];
   };
   const auto expected = outcome([&] { return slope(x); }, {w, x});
-  for (int i = 0; i < 100; ++i)  // more than the engine's own depth of recursion
+  for (int i = 0; i < 100; ++i)  // more than the engine's limit of recursion
     REQUIRE(difference(outcome([&] { return ga::checkpoint(slope, x); }, {w, x}), expected) == "");
   CHECK(torch::autograd::Engine::get_default_engine().is_checkpoint_valid());
 }
 
-TEST_CASE("checkpoint: a function whose gradient of its own saves what is thrown away") {
+TEST_CASE("checkpoint: a function whose user-defined gradient saves a discarded tensor") {
   const auto w = leaf(randoms({4, 4})), x = leaf(randoms({4, 4}));
   const auto penalty = [w](const at::Tensor& t) {
     const auto z = t.tanh();
@@ -713,7 +713,7 @@ TEST_CASE("checkpoint: a function whose gradient of its own saves what is thrown
 }
 
 namespace {
-// exp(x) * w, whose gradient asks for what it saved twice.
+// exp(x) * w, whose backward unpacks its saved tensors twice.
 struct AsksTwice : torch::autograd::Function<AsksTwice> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& w) {
     const auto y = x.exp();
@@ -728,14 +728,14 @@ struct AsksTwice : torch::autograd::Function<AsksTwice> {
 };
 }  // namespace
 
-TEST_CASE("checkpoint: an autograd::Function of the user's, which unpacks twice") {
+TEST_CASE("checkpoint: a user's autograd::Function that unpacks twice") {
   const auto w = leaf(randoms({4})), x = leaf(randoms({4}));
   const Counted function{[w](const at::Tensor& t) { return AsksTwice::apply(t.sin(), w).cos(); }};
   const auto expected = outcome([&] { return function.function(x); }, {w, x});
   CHECK(difference(outcome([&] { return ga::checkpoint(function, x); }, {w, x}), expected) == "");
 }
 
-TEST_CASE("checkpoint: a hook that the function puts on its input acts once") {
+TEST_CASE("checkpoint: a hook that the function registers on its input acts once") {
   const auto w = leaf(randoms({4})), x = leaf(randoms({4}));
   const auto function = [w](const at::Tensor& t) {
     t.register_hook([](const at::Tensor& gradient) { return gradient * 2; });
@@ -753,7 +753,7 @@ TEST_CASE("checkpoint: long chains and deep nests") {
     for (int i = 0; i < length; ++i) y = ga::checkpoint(part, y);
     return y;
   };
-  chain(20'000);  // goes without having been used
+  chain(20'000);  // destroyed without backward
   auto ours = outcome([&] { return chain(100); }, {x});
   const auto expected = outcome(
       [&] {
@@ -785,7 +785,7 @@ TEST_CASE("checkpoint: sparse inputs, TorchScript, LibTorch's search for anomali
   const auto script = [unit](const at::Tensor& a, const at::Tensor& b) {
     return unit->run_method("f", a, b).toTensor();
   };
-  // It is compiled as it goes: the second run saves other tensors than the first.
+  // TorchScript compiles on the way, so the second run saves other tensors than the first.
   REQUIRE_ERROR("contents", uneven_sum(ga::checkpoint({.check_content = true}, script, x, w)).backward());
   for (int i = 0; i < 3; ++i) {
     const auto expected = outcome([&] { return script(x, w); }, {x, w});

@@ -34,7 +34,7 @@ struct CountedImpl : nn::Module {
 };
 TORCH_MODULE(Counted);
 
-// A chain by lot, of matrices or of images; the same for the same seed.
+// Makes a random chain, of matrices or of images, which depends only on the seed.
 Chain random_chain(int seed) {
   std::mt19937 lot(seed);
   torch::manual_seed(seed);
@@ -101,7 +101,7 @@ std::vector<std::string> names(const torch::OrderedDict<std::string, at::Tensor>
 
 }  // namespace
 
-TEST_CASE("CheckpointedSequential: a step of a random chain is that of the Sequential, to the bit, by any segments") {
+TEST_CASE("CheckpointedSequential: a step of a random chain is bitwise the Sequential's, with any segments") {
   for (int seed = 0; seed < 30; ++seed) {
     const auto chain = random_chain(seed);
     INFO(chain.name);
@@ -119,7 +119,7 @@ TEST_CASE("CheckpointedSequential: a step of a random chain is that of the Seque
   }
 }
 
-TEST_CASE("CheckpointedSequential: a step of a random chain is that of the Sequential, to the bit, by any budget") {
+TEST_CASE("CheckpointedSequential: a step of a random chain is bitwise the Sequential's, with any budget") {
   for (int seed = 0; seed < 30; seed += 3) {
     const auto chain = random_chain(seed);
     INFO(chain.name);
@@ -139,7 +139,7 @@ TEST_CASE("CheckpointedSequential: a step of a random chain is that of the Seque
   }
 }
 
-TEST_CASE("CheckpointedSequential: the comparison sees one more random number") {
+TEST_CASE("CheckpointedSequential: the comparison detects one more random number") {
   auto chain = varied_chain();
   Rig rig(chain);
   const auto plain = rig.step(chain.net);
@@ -160,7 +160,7 @@ TEST_CASE("CheckpointedSequential: options of checkpoint") {
                                         .checkpoint = {.early_stop = early_stop, .check_content = check_content}});
         CHECK(difference(rig.step(net).outcome, plain.outcome) == "");
       }
-  // A generator of the module's own is not put back, which is found out if asked for.
+  // A module's own generator is not restored, which check_content detects.
   nn::Sequential noisy(nn::Linear(4, 4), function([generator = at::detail::createCPUGenerator(3)](at::Tensor x) {
                          return x * torch::rand(x.sizes(), generator);
                        }),
@@ -169,7 +169,7 @@ TEST_CASE("CheckpointedSequential: options of checkpoint") {
   REQUIRE_ERROR("contents of a saved tensor", net->forward(torch::ones({2, 4})).sum().backward());
 }
 
-TEST_CASE("CheckpointedSequential: segments are as even as can be, and all but the last run again") {
+TEST_CASE("CheckpointedSequential: segments are as even as possible, and all but the last are recomputed") {
   nn::Sequential sequential;
   std::vector<Counted> counted;
   for (int i = 0; i < 7; ++i) sequential->push_back(counted.emplace_back());
@@ -190,7 +190,7 @@ TEST_CASE("CheckpointedSequential: segments are as even as can be, and all but t
 }
 
 TEST_CASE("CheckpointedSequential: runs as the plan says") {
-  // A layer and a counter each.
+  // Each stage is a layer and a counter.
   torch::manual_seed(1);
   nn::Sequential sequential;
   std::vector<Counted> counted;
@@ -249,7 +249,7 @@ TEST_CASE("CheckpointedSequential: without gradients it is a plain call") {
 
 namespace {
 
-/// Takes a second tensor: rows of the first that are not to count.
+/// Takes a second tensor, which masks rows of the first.
 struct MaskedImpl : nn::Module {
   MaskedImpl()
       : inner(register_module("inner", nn::Linear(8, 8))), dropout(register_module("dropout", nn::Dropout(0.2))) {}
@@ -261,7 +261,7 @@ struct MaskedImpl : nn::Module {
 };
 TORCH_MODULE(Masked);
 
-/// Of two passes with masks of their own, whose backward comes after both.
+/// Runs two forward passes with different masks, and then both backward passes.
 std::vector<at::Tensor> outcome_of_two_masks(nn::Sequential blocks, const at::Tensor& x, const at::Tensor& second_mask,
                                              const std::function<at::Tensor(at::Tensor, at::Tensor)>& run) {
   blocks->zero_grad();
@@ -277,7 +277,7 @@ std::vector<at::Tensor> outcome_of_two_masks(nn::Sequential blocks, const at::Te
 
 }  // namespace
 
-TEST_CASE("CheckpointedSequential: a context reaches every module, in each run again its own") {
+TEST_CASE("CheckpointedSequential: a context reaches every module, and each recomputation gets its own") {
   torch::manual_seed(1);
   nn::Sequential blocks(Masked{}, Masked{}, Masked{}, Masked{});
   const auto x = torch::randn({6, 8}), mask = torch::arange(6) > 3;
@@ -296,10 +296,10 @@ TEST_CASE("CheckpointedSequential: a context reaches every module, in each run a
     REQUIRE_ERROR("the context must not require grad", net->forward(x, torch::ones({6}).requires_grad_()));
   }
   ga::CheckpointedSequential net(blocks, {.segments = 2});
-  REQUIRE_THROWS(net->forward(x));  // which each block asks for
+  REQUIRE_THROWS(net->forward(x));  // each block requires a mask
 }
 
-TEST_CASE("CheckpointedSequential: within a Sequential, and with a larger context planned anew") {
+TEST_CASE("CheckpointedSequential: within a Sequential, and planned again for a larger context") {
   nn::Sequential inner(nn::Linear(4, 4), nn::Tanh()), masked(Masked{}, Masked{});
   nn::Sequential outer(ga::CheckpointedSequential(inner, ga::CheckpointedSequentialOptions{.segments = 2}), nn::Tanh());
   CHECK(outer->forward(torch::ones({2, 4})).equal(inner->forward(torch::ones({2, 4})).tanh()));
@@ -363,7 +363,7 @@ TEST_CASE("CheckpointedSequential: saved, it loads into the Sequential, and the 
   };
   const auto x = randoms({5, 4});
   auto one = make(1), other = make(2);
-  one->forward(x);  // moves statistics
+  one->forward(x);  // changes statistics
   ga::CheckpointedSequential net(one, {.segments = 2});
   std::stringstream file;
   torch::save(net, file);
@@ -397,7 +397,7 @@ TEST_CASE("CheckpointedSequential: a clone is independent, and does the same") {
     copy->forward(chain.input).sum().backward();
     CHECK(copy->parameters()[0].grad().defined());
     if (options.memory_budget > 0) {
-      copy->set_memory_budget(0);  // keeps everything, which no options can say
+      copy->set_memory_budget(0);  // keeps everything, which options cannot express
       const auto again = std::dynamic_pointer_cast<ga::CheckpointedSequentialImpl>(copy->clone());
       CHECK(again->options().memory_budget == 0);
       CHECK(same_bits(again->forward(chain.input), net->forward(chain.input)));
@@ -482,7 +482,7 @@ TEST_CASE("CheckpointedSequential: trains as the Sequential does, with accumulat
   compare(by_trainer);
 }
 
-TEST_CASE("CheckpointedSequential: options that make no sense") {
+TEST_CASE("CheckpointedSequential: invalid options") {
   const nn::Sequential three(nn::Linear(4, 4), nn::Tanh(), nn::Linear(4, 4));
   using Net = ga::CheckpointedSequential;
   REQUIRE_ERROR("exactly one of segments and memory_budget must be given, got segments = 0 and memory_budget = 0",
@@ -497,7 +497,7 @@ TEST_CASE("CheckpointedSequential: options that make no sense") {
   CHECK(Net(three, {.segments = 3})->forward(torch::ones({1, 4})).defined());
 }
 
-TEST_CASE("CheckpointedSequential: the plan, and what it says") {
+TEST_CASE("CheckpointedSequential: the plan and its text") {
   const auto chain = varied_chain();
   ga::CheckpointedSequential segments(chain.net, {.segments = 2});
   CHECK(segments->plan().schedule == "[0-8] 9-18");
@@ -536,7 +536,7 @@ TEST_CASE("CheckpointedSequential: the plan, and what it says") {
   CHECK(contains(text.str(), "schedule: " + plan.schedule));
 }
 
-TEST_CASE("CheckpointedSequential: an activation that writes over its input, at the beginning of a segment") {
+TEST_CASE("CheckpointedSequential: an activation that overwrites its input, at the beginning of a segment") {
   const auto x = randoms({3, 4});
   nn::Sequential relu(nn::Linear(4, 4), nn::ReLU(nn::ReLUOptions().inplace(true)), nn::Linear(4, 4), nn::Linear(4, 4));
   ga::CheckpointedSequential beginning(relu, {.segments = 3});  // [0] [1] 2-3

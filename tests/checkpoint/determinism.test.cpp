@@ -19,7 +19,7 @@ namespace nn = torch::nn;
 namespace inner = gradaccum::detail;
 using namespace testing;
 
-// Functions that do not do the same twice, and what is said of them; where the second run ends.
+// Functions whose second run differs, and the errors; and where the second run ends.
 namespace {
 
 at::Tensor randoms(at::IntArrayRef shape, at::ScalarType dtype = at::kDouble, int seed = 3) {
@@ -27,7 +27,7 @@ at::Tensor randoms(at::IntArrayRef shape, at::ScalarType dtype = at::kDouble, in
   return torch::randn(shape, dtype);
 }
 
-// The error of a backward pass through `part(x, first run)`.
+// Returns the error of a backward pass through `part(x, first run)`.
 template <class Part>
 std::string error_of_second_run(Part part, ga::CheckpointOptions options = {}) {
   const auto x = leaf(randoms({4, 3}));
@@ -49,7 +49,7 @@ std::string says(const std::string& what) {
 
 }  // namespace
 
-TEST_CASE("checkpoint: what the second run does otherwise is named, with the operation") {
+TEST_CASE("checkpoint: a difference of the second run is named, with the operation") {
   using at::Tensor;
   CHECK(error_of_second_run([](const Tensor& t, bool) { return t.exp().sin().tanh(); }) == "");
   CHECK(error_of_second_run([](const Tensor& t, bool first) { return (first ? t : t.slice(0, 0, 2)).exp().sin(); }) ==
@@ -63,10 +63,10 @@ TEST_CASE("checkpoint: what the second run does otherwise is named, with the ope
         says("at aten::neg: it ended after saving 0 tensors of 1"));
   const auto saves_more = [](const Tensor& t, bool first) { return first ? t.exp().sin() : t.exp().sin().tanh(); };
   CHECK(error_of_second_run(saves_more, {.early_stop = false}) == says("at aten::tanh: it saves more than 2 tensors"));
-  CHECK(error_of_second_run(saves_more) == "");  // nobody asks for what comes after
+  CHECK(error_of_second_run(saves_more) == "");  // later saved tensors are not needed
 }
 
-TEST_CASE("checkpoint: check_content finds other contents") {
+TEST_CASE("checkpoint: check_content detects changed contents") {
   using at::Tensor;
   const auto doubles = [](const Tensor& t, bool first) { return (first ? t : t * 2).exp().sin(); };
   CHECK(error_of_second_run(doubles) == "");
@@ -103,7 +103,7 @@ TEST_CASE("checkpoint: contents are compared by all their bytes") {
   CHECK(inner::content_hash(z.conj()) != inner::content_hash(z));
 }
 
-TEST_CASE("checkpoint: random numbers that are drawn elsewhere in between are found out") {
+TEST_CASE("checkpoint: random numbers that other code draws in between are detected") {
   using at::Tensor;
   const std::string message = "random numbers were drawn elsewhere in between";
   const auto dropout = [](const Tensor& t) { return at::dropout(t.exp(), 0.5, true).sin(); };
@@ -115,7 +115,7 @@ TEST_CASE("checkpoint: random numbers that are drawn elsewhere in between are fo
   };
   const auto error = error_of_second_run(another_thread);
   CHECK(contains(error, says("at aten::exp: " + message)));
-  const auto a_round = [&](const Tensor& t, bool first) {  // as many as the generator makes at a time
+  const auto a_round = [&](const Tensor& t, bool first) {  // as many as the generator makes in one call
     auto y = dropout(t);
     if (first) std::thread([] { torch::rand({624}, at::kFloat); }).join();
     return dropout(y);
@@ -131,7 +131,7 @@ TEST_CASE("checkpoint: random numbers that are drawn elsewhere in between are fo
   CHECK(contains(error_of_second_run(fewer, {.preserve_rng = false, .check_content = true}), "contents"));
 }
 
-TEST_CASE("checkpoint: a function that seeds by itself") {
+TEST_CASE("checkpoint: a function that sets the seed") {
   const auto x = leaf(randoms({40}));
   const auto function = [](const at::Tensor& t) {
     auto y = at::dropout(t, 0.5, true).exp();
@@ -142,7 +142,7 @@ TEST_CASE("checkpoint: a function that seeds by itself") {
                    outcome([&] { return function(x); }, {x})) == "");
 }
 
-TEST_CASE("checkpoint: preserve_rng = false runs, with other random numbers") {
+TEST_CASE("checkpoint: preserve_rng = false recomputes with other random numbers") {
   const auto x = leaf(randoms({1000}));
   torch::manual_seed(5);
   const auto y = ga::checkpoint(
@@ -174,7 +174,7 @@ TEST_CASE("checkpoint: the second run ends with the last tensor that backward ne
   CHECK(runs_of(false, false) == std::pair(1, 1));
 }
 
-TEST_CASE("checkpoint: of a graph that is partly gone, the second run brings back what is left") {
+TEST_CASE("checkpoint: the second run restores only the remaining part of a graph") {
   const auto x = leaf(randoms({3, 3}));
   int after = 0;
   const auto function = [&](const at::Tensor& t) {
@@ -184,7 +184,7 @@ TEST_CASE("checkpoint: of a graph that is partly gone, the second run brings bac
     return std::pair(a, b.exp());
   };
   auto [a, b] = ga::checkpoint(function, x);
-  b.reset();  // with the operations that led to it
+  b.reset();  // with the operations before it
   uneven_sum(a).backward();
   CHECK(after == 1);
   const auto ours = take_gradients({x});
@@ -192,7 +192,7 @@ TEST_CASE("checkpoint: of a graph that is partly gone, the second run brings bac
   CHECK(same_bits(ours, take_gradients({x})));
 }
 
-TEST_CASE("checkpoint: operations of the second run are those up to the last that saves") {
+TEST_CASE("checkpoint: the second run ends with the last operation that saves") {
   const auto x = leaf(randoms({3, 3})), one = torch::ones({3, 3}, at::kDouble);
   const auto function = [one](const at::Tensor& t) { return (t.exp().sin() + one).clone(); };
   static std::vector<std::string> names;
@@ -209,7 +209,7 @@ TEST_CASE("checkpoint: operations of the second run are those up to the last tha
     y.backward();
     at::removeCallback(handle);
     CHECK(count("aten::exp") == 1);
-    CHECK(count("aten::sin") == 1);  // begins, and ends where it saves
+    CHECK(count("aten::sin") == 1);  // ends when it saves
     CHECK(count("aten::add") == (early_stop ? 0 : 1));
     take_gradients({x});
   }
@@ -242,7 +242,7 @@ TEST_CASE("checkpoint: a function that catches everything does not stop the seco
   }
 }
 
-TEST_CASE("checkpoint: a function that catches std::exception is not disturbed by the end of the second run") {
+TEST_CASE("checkpoint: a function that catches std::exception does not catch the end of the second run") {
   const auto x = leaf(randoms({3, 3}));
   int caught = 0;
   const auto function = [&](const at::Tensor& t) {

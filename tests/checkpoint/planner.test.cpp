@@ -29,13 +29,13 @@ constexpr double never = std::numeric_limits<double>::infinity();
 ScheduleItem keep(std::size_t stage, std::size_t way = 0) { return {stage, way, {}}; }
 ScheduleItem segment(Schedule list) { return {0, 0, std::move(list)}; }
 
-/// A machine that does what a schedule says, one operation after the other, and counts whatever is alive: the oracle of
-/// what a schedule costs, and of whether it can be executed at all.
+/// Executes a schedule, one operation after another, and counts live memory: the reference for the cost of a schedule,
+/// and for whether it can be executed at all.
 class Machine {
  public:
   explicit Machine(const StageCosts& stages) : stages_(stages) {}
 
-  /// All of it; empty, or what went wrong.
+  /// Runs the whole schedule. Returns an empty text or the error.
   std::string run(const Schedule& schedule) {
     execute(schedule, true);
     if (fault_.empty() && gradient_ != 0) fault_ = "not all stages ran backward";
@@ -102,10 +102,10 @@ class Machine {
 
   void back(std::size_t stage, std::int64_t peak, double seconds) {
     if (gradient_ != stage + 1) fault("no gradient for stage ", stage);
-    gradient_ = 0;  // in the peak
+    gradient_ = 0;  // counts for the peak
     during(alive() + peak, seconds);
     gradient_ = stage;
-    outputs_.erase(stage - 1);  // if it was a checkpoint: it has served
+    outputs_.erase(stage - 1);  // a checkpoint is not needed any more
   }
 
   void need_input(std::size_t stage) {
@@ -130,14 +130,14 @@ class Machine {
   }
 
   const StageCosts& stages_;
-  std::set<std::size_t> outputs_;             // on their own: checkpoints, and what is on its way
+  std::set<std::size_t> outputs_;             // checkpoints and temporary outputs
   std::map<std::size_t, std::int64_t> held_;  // for the backward pass
-  std::size_t gradient_ = stages_.size();     // of the input of this stage; the loss's is not ours
+  std::size_t gradient_ = stages_.size();     // for the input of this stage; the loss's does not count
   Cost cost_;
   std::string fault_;
 };
 
-/// What the machine says, of a schedule that it can execute.
+/// Returns the machine's cost of a schedule that it can execute.
 Cost executed(const Schedule& schedule, const StageCosts& stages) {
   Machine machine(stages);
   INFO(inner::to_string(schedule));
@@ -145,7 +145,7 @@ Cost executed(const Schedule& schedule, const StageCosts& stages) {
   return machine.cost();
 }
 
-/// Every schedule for the stages first..last.
+/// Returns every schedule for the stages first..last.
 std::vector<Schedule> all_schedules(const StageCosts& stages, std::size_t first, std::size_t last) {
   std::vector<Schedule> all;
   const auto append = [&](const ScheduleItem& item, std::size_t next) {
@@ -160,8 +160,8 @@ std::vector<Schedule> all_schedules(const StageCosts& stages, std::size_t first,
   return all;
 }
 
-/// The fastest order of the machine's operations within a budget, of all there are: not only those of schedules, which
-/// free a checkpoint only once it has served. Dijkstra's algorithm over what can be alive.
+/// The fastest order of the machine's operations within a budget, among all orders and not only schedules, which free a
+/// checkpoint only after its use. Dijkstra's algorithm over the sets of live tensors.
 class AnyOrder {
  public:
   AnyOrder(const StageCosts& stages, std::int64_t budget) : stages_(stages), budget_(budget) {}
@@ -180,7 +180,8 @@ class AnyOrder {
   }
 
  private:
-  /// For each stage nothing (0), its output alone (1), or what a way holds (2 + way); and how many are to run backward.
+  /// For each stage nothing (0), its output alone (1), or the tensors of a way (2 + way); and the number of stages that
+  /// still have to run backward.
   using State = std::pair<std::vector<int>, int>;
 
   void expand(const State& state, double now) {
@@ -238,7 +239,7 @@ class AnyOrder {
   std::priority_queue<std::pair<double, State>> queue_;
 };
 
-/// Chains of any kind. Times are small integers: sums of them are exact. Bytes are a few, or many.
+/// Random chains. Times are small integers, so sums are exact. Bytes are few or many.
 class Chains {
  public:
   explicit Chains(unsigned seed) : random_(seed) {}
@@ -252,7 +253,7 @@ class Chains {
     StageCosts stages(count);
     for (auto& stage : stages) {
       stage.forward_seconds = static_cast<double>(any(0, 5));
-      stage.output = any(0, 4) == 0 ? 0 : bytes(1, 4);  // views have no bytes of their own
+      stage.output = any(0, 4) == 0 ? 0 : bytes(1, 4);  // views have no bytes
       stage.forward_peak = stage.output + bytes(0, 3);
       stage.output_gradient = any(0, 3) == 0 ? 0 : bytes(1, 4);
       stage.ways.resize(static_cast<std::size_t>(any(1, static_cast<std::int64_t>(most_ways))));
@@ -269,7 +270,7 @@ class Chains {
   }
 
  private:
-  /// Times the unit, and somewhat less: no two sizes have a divisor in common.
+  /// Multiplies by the unit and subtracts a little, so that no two sizes have a common divisor.
   std::int64_t bytes(std::int64_t from, std::int64_t to) {
     const auto units = any(from, to) * unit_;
     return units == 0 ? 0 : units - any(0, unit_ / 3);
@@ -279,7 +280,7 @@ class Chains {
   std::int64_t unit_ = 1;
 };
 
-/// Stopping early is never worse than not to stop: of a random chain that need not be so.
+/// Makes stopping early never slower, which a random chain does not guarantee.
 StageCosts with_early_stops(StageCosts stages) {
   for (auto& stage : stages)
     for (auto& way : stage.ways) {
@@ -289,7 +290,7 @@ StageCosts with_early_stops(StageCosts stages) {
   return stages;
 }
 
-/// Blocks of a transformer, all alike: 32 units for the backward pass, 2 for the output; backward is twice forward.
+/// Equal blocks of a transformer: 32 units held for backward, 2 for the output; backward takes twice forward's time.
 StageCosts blocks(std::size_t count, bool several_ways) {
   StageCosts stages(count);
   for (auto& stage : stages) {
@@ -303,7 +304,7 @@ StageCosts blocks(std::size_t count, bool several_ways) {
   return stages;
 }
 
-/// The same, but no two alike.
+/// Makes such blocks with unequal sizes.
 StageCosts uneven_blocks(std::size_t count) {
   auto stages = blocks(count, true);
   Chains chains(11);
@@ -320,7 +321,7 @@ StageCosts uneven_blocks(std::size_t count) {
   return stages;
 }
 
-/// As torch.utils.checkpoint.checkpoint_sequential does it: equal segments, of which the last is no segment.
+/// Makes the schedule of torch.utils.checkpoint.checkpoint_sequential: equal segments, the last of which is kept.
 Schedule periodic(std::size_t count, std::size_t segments) {
   Schedule schedule;
   for (std::size_t first = 0; first < count; first += count / segments) {
@@ -353,21 +354,21 @@ TEST_CASE("What a schedule costs: by hand") {
   };
   CHECK(cost({keep(0), keep(1), keep(2)}) == std::pair<std::int64_t, double>(100 + 200 + 380, 6 + 12));
   CHECK(cost({keep(0, 1), keep(1), keep(2)}) == std::pair<std::int64_t, double>(60 + 200 + 380, 6 + 12.25));
-  // 0 is run again until its last saved tensor
+  // 0 is recomputed up to its last saved tensor
   CHECK(cost({segment({keep(0)}), keep(1), keep(2)}) == std::pair<std::int64_t, double>(10 + 200 + 380, 18 + 0.5));
   CHECK(cost({keep(0), segment({keep(1)}), keep(2)}) == std::pair<std::int64_t, double>(100 + 20 + 380, 18 + 1.5));
-  // the rest: 20 + 380; the segment: 100 + 280
+  // The rest holds 20 + 380; the segment 100 + 280.
   CHECK(cost({segment({keep(0), keep(1)}), keep(2)}) == std::pair<std::int64_t, double>(400, 18 + 1 + 1.5));
-  stages[0].ways[0].forward_peak = 400;  // while 1's gradient is alive
+  stages[0].ways[0].forward_peak = 400;  // while 1's gradient is live
   CHECK(cost({segment({keep(0), keep(1)}), keep(2)}) == std::pair<std::int64_t, double>(21 + 400, 18 + 1 + 1.5));
   CHECK(cost({segment({segment({keep(0)}), keep(1)}), keep(2)}) ==
         std::pair<std::int64_t, double>(400, 18 + 1 + 1.5 + 0.5));
-  stages[1].forward_peak = 500;  // beside 0's output, in the first forward pass
+  stages[1].forward_peak = 500;  // with 0's output, in the first forward pass
   CHECK(cost({segment({keep(0), keep(1)}), keep(2)}) == std::pair<std::int64_t, double>(510, 18 + 1 + 1.5));
   CHECK(inner::cost_of({}, {}).peak == 0);
 }
 
-TEST_CASE("What a schedule costs: the machine says the same of all schedules") {
+TEST_CASE("What a schedule costs: the machine agrees for all schedules") {
   Chains chains(1);
   int schedules = 0;
   for (int i = 0; i < 400; ++i) {
@@ -383,7 +384,7 @@ TEST_CASE("What a schedule costs: the machine says the same of all schedules") {
   CHECK(schedules > 10'000);
 }
 
-TEST_CASE("The machine: notices a schedule that cannot be executed") {
+TEST_CASE("The machine: detects a schedule that cannot be executed") {
   const auto stages = blocks(5, true);
   const auto fault = [&](const Schedule& schedule) { return Machine(stages).run(schedule); };
   const auto first = segment({keep(0), keep(1)}), second = segment({keep(2), keep(3)});
@@ -393,13 +394,13 @@ TEST_CASE("The machine: notices a schedule that cannot be executed") {
   CHECK(fault({first, second}) == "no gradient for stage 3");
   CHECK(fault({keep(1), keep(0), keep(2), keep(3), keep(4)}).find("stage") != std::string::npos);
   CHECK(fault({keep(1), keep(2), keep(3), keep(4)}) == "no input for stage 1");
-  // and what needs more
+  // The machine also detects schedules that need more memory.
   const Schedule less{keep(0, 2), keep(1, 2), keep(2, 2), keep(3, 2), keep(4, 2)};
   CHECK(executed({first, second, keep(4)}, stages).peak < executed({first, keep(2), keep(3), keep(4)}, stages).peak);
   CHECK(executed(less, stages).peak < executed(inner::keep_everything(stages), stages).peak);
 }
 
-TEST_CASE("fastest_schedule: the fastest of all schedules, for every budget; least_memory: the least") {
+TEST_CASE("fastest_schedule: the fastest of all schedules for every budget; least_memory: the least") {
   Chains chains(2);
   int budgets = 0, checkpointed = 0;
   for (int i = 0; i < 2000; ++i) {
@@ -434,7 +435,7 @@ TEST_CASE("fastest_schedule: the fastest of all schedules, for every budget; lea
   CHECK(checkpointed > 3000);
 }
 
-TEST_CASE("fastest_schedule: of longer chains, within any budget, what the planner foresees") {
+TEST_CASE("fastest_schedule: longer chains stay within any budget, as predicted") {
   Chains chains(3);
   for (int i = 0; i < 2000; ++i) {
     const auto stages = chains(static_cast<std::size_t>(chains.any(5, 7)), 3);
@@ -454,7 +455,7 @@ TEST_CASE("fastest_schedule: of longer chains, within any budget, what the plann
   }
 }
 
-TEST_CASE("fastest_schedule: never faster than operations in any order can be, and seldom slower") {
+TEST_CASE("fastest_schedule: never faster than the best order of operations, and seldom slower") {
   Chains chains(4);
   int same = 0, slower = 0, impossible = 0;
   double worst = 1;
@@ -472,12 +473,12 @@ TEST_CASE("fastest_schedule: never faster than operations in any order can be, a
     impossible += AnyOrder(stages, least - 1).seconds() < never;
   }
   INFO(same << " as fast, " << slower << " slower, by up to " << worst << "; less memory in " << impossible);
-  CHECK(same > 7 * slower);  // e.g. where a checkpoint should go before it has served
+  CHECK(same > 7 * slower);  // slower if a checkpoint should be freed before its use
   CHECK(worst < 1.5);
   CHECK(same > 1000);
 }
 
-TEST_CASE("fastest_schedule: with the memory of equal segments, as fast as they are") {
+TEST_CASE("fastest_schedule: as fast as equal segments with their memory") {
   const auto stages = blocks(24, false);
   for (const std::size_t segments : {2u, 3u, 4u, 6u, 8u, 12u, 24u}) {
     const auto equal = executed(periodic(24, segments), stages);
@@ -491,7 +492,7 @@ TEST_CASE("fastest_schedule: with the memory of equal segments, as fast as they 
   CHECK(inner::to_string(fastest_schedule(stages, executed(periodic(24, 2), stages).peak)) == "[0-11] 12-23");
 }
 
-TEST_CASE("fastest_schedule: more memory is never slower, up to what thinned fronts miss") {
+TEST_CASE("fastest_schedule: more memory is never slower, except for the loss by thinned fronts") {
   for (const auto& stages : {blocks(24, true), uneven_blocks(24), uneven_blocks(40)}) {
     const auto least = least_memory(stages), all = plain(stages).peak;
     CHECK(least < all / 8);
@@ -507,7 +508,7 @@ TEST_CASE("fastest_schedule: more memory is never slower, up to what thinned fro
   }
 }
 
-TEST_CASE("fastest_schedule: thinned fronts miss little, and neither the least memory nor the budget") {
+TEST_CASE("fastest_schedule: thinned fronts lose little, and keep the least memory and the budget") {
   const auto stages = uneven_blocks(24);
   const auto least = least_memory(stages), all = plain(stages).peak;
   for (const auto budget : {least, all / 8, all / 4, all / 2, all - 1}) {
@@ -522,9 +523,9 @@ TEST_CASE("fastest_schedule: thinned fronts miss little, and neither the least m
   }
 }
 
-TEST_CASE("fastest_schedule: plain training, where it fits") {
+TEST_CASE("fastest_schedule: plain training if it fits") {
   auto stages = blocks(24, true);
-  stages[3].ways[1].backward_seconds = 1.99;  // measured so: noise
+  stages[3].ways[1].backward_seconds = 1.99;  // noise of a measurement
   const auto all = plain(stages).peak;
   CHECK(inner::to_string(fastest_schedule(stages, all)) == "0-23");
   CHECK(inner::to_string(fastest_schedule(stages, all - 1)) != "0-23");
@@ -557,7 +558,7 @@ TEST_CASE("fastest_schedule: stages without bytes and without time") {
   REQUIRE_ERROR("budget must be >= 0 bytes, got -1", fastest_schedule(views, -1));
 }
 
-TEST_CASE("ParetoFront: what is dearer and slower goes; thinned, the fastest of each share stays") {
+TEST_CASE("ParetoFront: costlier and slower points are removed; thinning keeps the fastest of each share") {
   const auto front = [](std::vector<std::pair<std::int64_t, double>> points) {
     inner::ParetoFront front;
     for (auto& [peak, seconds] : points) inner::add(front, {peak, seconds});
@@ -591,7 +592,7 @@ TEST_CASE("ParetoFront: what is dearer and slower goes; thinned, the fastest of 
   CHECK(inner::fastest_within(1000, {}) == never);
 }
 
-TEST_CASE("to_string: a line for people") {
+TEST_CASE("to_string: a readable line") {
   CHECK(inner::to_string({}).empty());
   const Schedule schedule{segment({keep(0), keep(1), keep(2)}),
                           keep(3),

@@ -24,7 +24,7 @@ namespace {
 constexpr int rows = 6, width = 8;
 constexpr std::int64_t activation = rows * width * 8;  // bytes
 
-// Input, three square matrices, and a row.
+// Makes the input, three square matrices, and a row.
 Parameters make_leaves(at::ScalarType dtype = at::kDouble, int count = rows) {
   torch::manual_seed(4);
   const auto leaf_of = [&](at::IntArrayRef shape) { return leaf(torch::randn(shape, at::kDouble).to(dtype)); };
@@ -45,7 +45,7 @@ at::Tensor complex(const Parameters& p, int i) {
   return at::complex(at::mm(p[0], p[i]), at::mm(p[0], p[i == 1 ? 3 : 1]));
 }
 
-// `then` needs its input for backward.
+// Makes a case whose second product needs its input in backward.
 Case case_of(const std::string& name, std::int64_t saved, std::function<at::Tensor(const at::Tensor&)> activate) {
   return {name, saved, [activate](const Parameters& p) { return at::mm(activate(hidden(p)), p[2]); }};
 }
@@ -87,7 +87,7 @@ std::vector<Case> cases() {
       case_of("times a number tensor", 0, [](auto& h) { return h * torch::tensor(2.5, at::kDouble); }),
       case_of("times a mask", 0, [](auto& h) { return h * (h > 0); }),
       case_of("gelu, cloned", 0, [](auto& h) { return at::gelu(h).clone(); }),
-      // Right, if not cheaper.
+      // Correct, but not cheaper.
       {"silu in place", -1, in_place([](at::Tensor& h) { at::silu_(h); })},
       {"hardswish in place", -1, in_place([](at::Tensor& h) { at::hardswish_(h); })},
       {"leaky_relu in place", -1, in_place([](at::Tensor& h) { at::leaky_relu_(h, 0.3); })},
@@ -124,7 +124,7 @@ std::vector<Case> cases() {
        }},
       {"a LayerNorm of the other module's numbers", activation,
        [](auto& p) {
-         const at::NoGradGuard no_gradients;  // that one has no node
+         const at::NoGradGuard no_gradients;  // this result has no node
          at::layer_norm(p[0], {width}, {}, {}, 0.9);
          const at::AutoGradMode gradients(true);
          return at::mm(at::layer_norm(hidden(p), {width}, {}, {}, 0.3), p[2]);
@@ -191,7 +191,7 @@ Result run(const Forward& forward, const Parameters& leaves, bool retain = false
 }
 struct Nothing {};
 
-// How often an operation ran.
+// Counts the runs of an operation.
 class Count {
  public:
   explicit Count(std::string name) {
@@ -219,7 +219,7 @@ class Count {
 
 }  // namespace
 
-TEST_CASE("RebuildingScope: gradients to the bit, less memory to the byte") {
+TEST_CASE("RebuildingScope: bitwise equal gradients, and exactly the expected memory") {
   const auto leaves = make_leaves();
   for (auto& each : cases()) {
     INFO(each.name);
@@ -302,7 +302,7 @@ TEST_CASE("RebuildingScope: other dtypes, NaN, infinity, no rows") {
   CHECK(difference(run<RebuildingScope>(forward, empty).outcome, run<Nothing>(forward, empty).outcome) == "");
 }
 
-TEST_CASE("RebuildingScope: runs the cheap operation once more for each that needs its result, and nothing else") {
+TEST_CASE("RebuildingScope: recomputes only the cheap operation, once for each use of its result") {
   const auto leaves = make_leaves();
   const auto runs = [&](const std::string& operation, auto&& step) {
     const Count count(operation);
@@ -317,7 +317,7 @@ TEST_CASE("RebuildingScope: runs the cheap operation once more for each that nee
   CHECK(runs("aten::mm", rebuilding) == runs("aten::mm", plain));
 }
 
-TEST_CASE("RebuildingScope: operations of before the scope are not made anew") {
+TEST_CASE("RebuildingScope: operations before the scope are not recomputed") {
   const auto leaves = make_leaves();
   const auto held = [&](bool inside) {
     ByteRecord record;
@@ -331,7 +331,7 @@ TEST_CASE("RebuildingScope: operations of before the scope are not made anew") {
     const auto bytes = [&] { return record.live(); };
     return std::pair(bytes(), z);
   };
-  // `y` itself is gone in neither case before the function ends; so compare what a backward makes again.
+  // The function holds `y` itself until it ends, so this compares the memory that backward adds.
   for (bool inside : {false, true}) {
     auto [bytes, z] = held(inside);
     const Count count("aten::gelu");
@@ -341,7 +341,7 @@ TEST_CASE("RebuildingScope: operations of before the scope are not made anew") {
   }
 }
 
-TEST_CASE("RebuildingScope: hooks around it see what is not made anew") {
+TEST_CASE("RebuildingScope: outer hooks receive the tensors that are not recomputed") {
   const auto leaves = make_leaves();
   int packed = 0, unpacked = 0;
   const auto pack = [&](const at::Tensor& tensor) { return ++packed, tensor; };
@@ -359,7 +359,7 @@ TEST_CASE("RebuildingScope: hooks around it see what is not made anew") {
     return take_gradients(leaves);
   };
   const auto plain = step(false);
-  CHECK(packed == 5);  // input and weights of both products, and of gelu its input
+  CHECK(packed == 5);  // input and weights of both products, and gelu's input
   CHECK(same_bits(step(true), plain));
   CHECK(packed == 4);
   CHECK(unpacked == 4);
@@ -384,7 +384,7 @@ TEST_CASE("RebuildingScope: a tensor that changes in place after it was saved") 
   take_gradients(leaves);
 }
 
-TEST_CASE("RebuildingScope: memory goes with the graph, used or not, and operations that are through hold nothing") {
+TEST_CASE("RebuildingScope: memory is freed with the graph, used or not, and finished operations hold nothing") {
   const auto leaves = make_leaves();
   for (auto& each : cases()) {
     INFO(each.name);

@@ -37,7 +37,7 @@ at::Tensor randoms(at::IntArrayRef shape, at::ScalarType dtype = at::kDouble, in
 
 const auto identity = [](const at::Tensor& t) { return t; };
 
-// In 16 bits, but for parameters.
+// Stores tensors in 16 bits, except parameters.
 const auto to_half = [](const at::Tensor& t) {
   const bool narrow = t.scalar_type() == torch::kFloat && !t.requires_grad();
   return std::pair(t.scalar_type(), narrow ? t.to(torch::kBFloat16) : t);
@@ -51,7 +51,7 @@ nn::Sequential net(int seed = 1) {
                         nn::ReLU(nn::ReLUOptions(true)));
 }
 
-// A step whose forward pass is in the scope that `make_scope()` returns.
+// Runs a step whose forward pass is in the scope that `make_scope()` returns.
 template <class MakeScope>
 Outcome step_within(MakeScope&& make_scope, bool checkpointed = false) {
   auto model = net();
@@ -69,7 +69,7 @@ const auto no_scope = [] { return 0; };
 
 }  // namespace
 
-TEST_CASE("SavedTensorHooks: hooks that change nothing change nothing") {
+TEST_CASE("SavedTensorHooks: hooks that return the same tensors do not change results") {
   const auto expected = step_within(no_scope);
   CHECK(difference(step_within([] { return std::optional<int>(); }), expected) == "");
   const auto within = [](auto pack, auto unpack) {
@@ -110,15 +110,15 @@ TEST_CASE("SavedTensorHooks: packs what operations save, unpacks what backward n
   {
     ga::SavedTensorHooks hooks(pack, unpack);
     y = (x * w).exp();       // x, w, the result of exp
-    z = (y + 1) * 2;         // nothing: a wrapped number is none of anyone's
+    z = (y + 1) * 2;         // nothing: wrapped numbers are not packed
     (x.detach() * 3).sin();  // nothing to save for
     at::NoGradGuard no_grad;
     x* w;
   }
-  const auto after = y.sin();  // not in the scope
+  const auto after = y.sin();  // outside of the scope
   CHECK(packed == 3);
   CHECK(parameters == std::vector{true, true, false});
-  CHECK(leaves == std::vector{true, true, true});  // the result comes detached
+  CHECK(leaves == std::vector{true, true, true});  // the result is detached
   CHECK(unpacked == 0);
   (after.sum() + z.sum()).backward({}, /*retain_graph=*/true);
   CHECK(unpacked == 3);
@@ -134,7 +134,7 @@ TEST_CASE("SavedTensorHooks: packs what operations save, unpacks what backward n
   CHECK(at::allclose(ours[1], expected[1]));
 }
 
-TEST_CASE("SavedTensorHooks: in 16 bits gradients change a little, while the scope lives") {
+TEST_CASE("SavedTensorHooks: 16-bit storage changes gradients a little, while the scope lives") {
   const auto step = [](bool narrow) {
     torch::manual_seed(1);
     nn::Sequential model(nn::Linear(6, 6), nn::Tanh(), nn::Linear(6, 6));
@@ -156,7 +156,7 @@ TEST_CASE("SavedTensorHooks: in 16 bits gradients change a little, while the sco
   CHECK(difference(step(false), exact) == "");
 }
 
-TEST_CASE("SavedTensorHooks: the innermost of nested scopes is asked alone") {
+TEST_CASE("SavedTensorHooks: only the innermost of nested scopes is called") {
   const auto x = leaf(randoms({3}));
   std::string asked;
   const auto scope = [&](char name) {
@@ -208,7 +208,7 @@ TEST_CASE("SavedTensorHooks: scopes that end in another order") {
   CHECK(asked == "b");
 }
 
-TEST_CASE("SavedTensorHooks: exceptions of pack and unpack arrive, and leave nothing behind") {
+TEST_CASE("SavedTensorHooks: exceptions of pack and unpack are passed on, and leave nothing behind") {
   const auto x = leaf(randoms({3}));
   bool fails = true;
   const auto broken = [&](const at::Tensor& t) {
@@ -233,7 +233,7 @@ TEST_CASE("SavedTensorHooks: exceptions of pack and unpack arrive, and leave not
   CHECK(same_bits(take_gradients({x})[0], x.exp()));
 }
 
-TEST_CASE("SavedTensorHooks: pack must not change the tensor, which LibTorch finds out") {
+TEST_CASE("SavedTensorHooks: pack must not change the tensor, which LibTorch detects") {
   const auto x = leaf(randoms({3}));
   ga::SavedTensorHooks hooks([](const at::Tensor& t) { return t.mul_(2); }, identity);
   REQUIRE_ERROR("modifying", (x * 1.5).exp());
@@ -279,7 +279,7 @@ TEST_CASE("SavedTensorHooks: a tensor that was changed in place after it was sav
   check([](const at::Tensor& t) { return t.clone(); });
 }
 
-TEST_CASE("SavedTensorHooks: what unpack returns must be what was packed") {
+TEST_CASE("SavedTensorHooks: unpack must return the packed tensor") {
   const auto x = leaf(randoms({2, 3}));
   const auto error = [&](std::function<at::Tensor(const at::Tensor&)> unpack) {
     const auto y = [&] {
@@ -318,7 +318,7 @@ TEST_CASE("SavedTensorHooks: second derivatives") {
   CHECK(unpacked > 5);
 }
 
-TEST_CASE("SavedTensorHooks: what was packed goes with the graph, and so do the hooks") {
+TEST_CASE("SavedTensorHooks: packed values and hooks are destroyed with the graph") {
   const auto x = leaf(randoms({1000}));
   const auto token = std::make_shared<int>(0);
   ga::MemoryMeter meter;
@@ -385,7 +385,7 @@ TEST_CASE("SavedTensorHooks: operations within pack and unpack are not packed") 
   CHECK(packed < 8);
 }
 
-TEST_CASE("SavedTensorHooks: around a checkpoint they keep its inputs; of what is in it they see nothing") {
+TEST_CASE("SavedTensorHooks: around a checkpoint they receive its inputs and nothing inside of it") {
   const auto x = leaf(randoms({3})), w = leaf(randoms({3}));
   std::vector<at::Tensor> seen;
   int unpacked = 0, runs = 0;
@@ -419,7 +419,7 @@ TEST_CASE("SavedTensorHooks: around a checkpoint they keep its inputs; of what i
   CHECK(runs == 2);
 }
 
-TEST_CASE("SavedTensorHooks: around a checkpoint they keep tensors within its inputs too") {
+TEST_CASE("SavedTensorHooks: around a checkpoint they also receive tensors within its inputs") {
   const auto packs = [](auto&& function, auto&&... inputs) {
     int packed = 0;
     ga::SavedTensorHooks hooks(
@@ -444,7 +444,7 @@ TEST_CASE("SavedTensorHooks: around a checkpoint they keep tensors within its in
   CHECK(packs(nothing, at::ones({2}, at::kLong)) == 1);
 }
 
-TEST_CASE("SavedTensorHooks: inside of a checkpoint they are asked, for themselves") {
+TEST_CASE("SavedTensorHooks: hooks of a scope inside of a checkpoint are called") {
   const auto x = leaf(randoms({3}));
   int packed = 0, unpacked = 0;
   const auto function = [&](const at::Tensor& t) {
@@ -509,7 +509,7 @@ class ForeignEngine final : public torch::autograd::Engine {
 };
 }  // namespace
 
-TEST_CASE("SavedTensorHooks: another engine than LibTorch's own is an error") {
+TEST_CASE("SavedTensorHooks: another engine than LibTorch's is an error") {
   torch::autograd::set_default_engine_stub(&ForeignEngine::instance);
   const auto x = leaf(randoms({3}));
   const auto hooks = testing::error_of([&] { ga::SavedTensorHooks hooks(identity, identity); });
@@ -523,7 +523,7 @@ TEST_CASE("SavedTensorHooks: another engine than LibTorch's own is an error") {
   CHECK(testing::error_of([&] { ga::SavedTensorHooks hooks(identity, identity); }) == "");
 }
 
-TEST_CASE("SavedTensorHooks: a graph of before the first scope of the process") {
+TEST_CASE("SavedTensorHooks: a graph from before the first scope of the process") {
   torch::autograd::set_default_engine_stub(&torch::autograd::Engine::get_base_engine);
   const auto x = leaf(randoms({3}));
   const auto before = x.exp();
@@ -532,7 +532,7 @@ TEST_CASE("SavedTensorHooks: a graph of before the first scope of the process") 
   CHECK(at::allclose(take_gradients({x})[0], x.exp().cos() * x.exp()));
 }
 
-TEST_CASE("SavedTensorHooks: activations of a CUDA device wait on the CPU", "[cuda]") {
+TEST_CASE("SavedTensorHooks: activations of a CUDA device are stored on the CPU", "[cuda]") {
   if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
   const auto run = [](bool offload) {
     auto model = net();

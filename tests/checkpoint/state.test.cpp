@@ -26,8 +26,7 @@ namespace nn = torch::nn;
 namespace inner = gradaccum::detail;
 using namespace testing;
 
-// What a checkpoint leaves as it was, and what it finds out: modes of the thread, statistics, changes in place, memory,
-// threads.
+// Effects of a checkpoint on modes, statistics, memory and threads, and the detection of changes in place.
 namespace {
 
 at::Tensor randoms(at::IntArrayRef shape, at::ScalarType dtype = at::kDouble, int seed = 3) {
@@ -74,7 +73,7 @@ at::Tensor through(const std::vector<nn::Sequential>& parts, at::Tensor x, bool 
 
 }  // namespace
 
-TEST_CASE("checkpoint: an exception of the function leaves everything as it was") {
+TEST_CASE("checkpoint: an exception of the function leaves everything unchanged") {
   const auto x = leaf(randoms({4}));
   for (bool nested : {false, true}) {
     const auto fails = [](const at::Tensor& t) -> at::Tensor {
@@ -96,7 +95,7 @@ TEST_CASE("checkpoint: an exception of the function leaves everything as it was"
   }
 }
 
-TEST_CASE("checkpoint: an exception in the second run leaves everything as it was, and another backward succeeds") {
+TEST_CASE("checkpoint: an exception in the second run leaves everything unchanged, and another backward succeeds") {
   const auto w = leaf(randoms({4, 4})), x = leaf(randoms({4, 4}));
   bool fails = false;
   const auto function = [&](const at::Tensor& t) {
@@ -155,11 +154,11 @@ TEST_CASE("checkpoint: random numbers drawn between forward and backward are not
   const auto x = leaf(randoms({4}));
   torch::manual_seed(5);
   const auto y = ga::checkpoint([](const at::Tensor& t) { return at::dropout(t, 0.5, true).exp(); }, x);
-  torch::randn({3}, at::kDouble);  // leaves half of a pair behind
+  torch::randn({3}, at::kDouble);  // keeps half of a pair
   const auto random = random_state();
   y.sum().backward();
   CHECK(same_bits(random_state(), random));
-  // A normal number whose other half was drawn before.
+  // Draws a normal number whose other half was drawn before.
   torch::manual_seed(5);
   torch::randn({1}, at::kDouble);
   const auto noisy = [](const at::Tensor& t) {
@@ -176,7 +175,7 @@ TEST_CASE("checkpoint: random numbers drawn between forward and backward are not
   CHECK(same_bits(take_gradients({x}), ours));
 }
 
-TEST_CASE("checkpoint: a part that draws no random numbers leaves the generators to others") {
+TEST_CASE("checkpoint: a part that draws no random numbers does not touch the generators") {
   const auto x = leaf(randoms({4}));
   int runs = 0;
   const auto y = ga::checkpoint(
@@ -192,7 +191,7 @@ TEST_CASE("checkpoint: a part that draws no random numbers leaves the generators
   torch::manual_seed(5);
   torch::rand({5});
   CHECK(runs == 2);
-  CHECK(same_bits(random_state(), after));  // not put back
+  CHECK(same_bits(random_state(), after));  // not restored
 }
 
 TEST_CASE("checkpoint: all of a random generator's state is restored") {
@@ -215,7 +214,7 @@ TEST_CASE("checkpoint: all of a random generator's state is restored") {
     CHECK(cpu.next_double_normal_sample() == 0.75);
   }
   CHECK_FALSE(cpu.next_float_normal_sample());
-  for (int i = 0; i < 2; ++i) {  // half a pair more makes a difference
+  for (int i = 0; i < 2; ++i) {  // with and without half of a pair
     before.restore();
     if (i == 0) cpu.set_next_float_normal_sample({});
     if (i == 1) cpu.set_next_double_normal_sample({});
@@ -223,7 +222,7 @@ TEST_CASE("checkpoint: all of a random generator's state is restored") {
   }
 }
 
-TEST_CASE("checkpoint: running statistics of a module move once, also in a lambda") {
+TEST_CASE("checkpoint: running statistics of a module change once, also in a lambda") {
   struct NormsImpl : nn::Module {
     NormsImpl() {
       register_module("batch", batch);
@@ -265,7 +264,7 @@ TEST_CASE("checkpoint: running statistics of a module move once, also in a lambd
   CHECK(same_bits(run(3).first, plain.first));
 }
 
-TEST_CASE("checkpoint: running statistics are still those of the model where the second run fails") {
+TEST_CASE("checkpoint: running statistics stay the model's if the second run fails") {
   nn::BatchNorm1d norm(3);
   struct FailsImpl : nn::Module {
     explicit FailsImpl(nn::BatchNorm1d n) : norm(register_module("norm", n)) {}
@@ -303,14 +302,14 @@ TEST_CASE("checkpoint: the function must not change its inputs in place") {
   const Modes before;
   REQUIRE_ERROR(message, ga::checkpoint(changes, x, torch::ones({4}, at::kDouble)));
   CHECK(Modes() == before);
-  const auto token = std::make_shared<int>(0);  // and of the graph that leads back to the input nothing is left
+  const auto token = std::make_shared<int>(0);  // the graph before the input is destroyed
   const auto holds = [token](const at::Tensor& a, at::Tensor b) { return a * b.relu_(); };
   const auto owners = token.use_count();
   REQUIRE_ERROR(message, ga::checkpoint(holds, x, x * 2));
   CHECK(token.use_count() == owners);
 }
 
-TEST_CASE("checkpoint: changes in place between forward and backward are errors, or do no harm") {
+TEST_CASE("checkpoint: changes in place between forward and backward are errors, or have no effect") {
   using Function = std::function<at::Tensor(const at::Tensor&, const at::Tensor&)>;
   const std::vector<std::pair<std::string, Function>> functions{
       {"x * w", [](auto& x, auto& w) { return x * w; }},
@@ -368,7 +367,7 @@ TEST_CASE("checkpoint: changes in place between forward and backward are errors,
         ++equal;
         CHECK(same_bits(gradients[1], gradients[0]));
       } else {
-        ++stricter;  // what is not needed for gradients may be needed to run again
+        ++stricter;  // recomputation may need more tensors than gradients do
         CHECK((changed == "x" || changed == "w"));
       }
       if (!error[1].empty()) CHECK((contains(error[1], "in place") || contains(error[1], "inplace")));
@@ -389,7 +388,7 @@ TEST_CASE("checkpoint: a parameter that changes in place before backward") {
   };
   CHECK(contains(error(true, {}), "modified by an inplace operation"));
   CHECK(contains(error(true, ga::CheckpointOptions()), "must not change in place after it was saved"));
-  // Of a first layer no operation saves the weight, which is needed to run again all the same.
+  // No operation saves a first layer's weight, which recomputation needs nevertheless.
   CHECK(error(false, {}) == "");
   CHECK(contains(error(false, {{.check_content = true}}), "at aten::sigmoid: the contents of a saved tensor"));
 }
@@ -405,7 +404,7 @@ TEST_CASE("checkpoint: eight blocks take less memory than without") {
   CHECK(peak(true) < 0.6 * peak(false));
 }
 
-TEST_CASE("checkpoint: what a step holds in memory between forward and backward is the inputs of the blocks") {
+TEST_CASE("checkpoint: between forward and backward a step holds only the inputs of the blocks") {
   const auto parts = blocks(8);
   const auto x = leaf(randoms({256, 64}, at::kFloat));
   ga::MemoryMeter meter;
@@ -413,7 +412,7 @@ TEST_CASE("checkpoint: what a step holds in memory between forward and backward 
   CHECK(meter.live_bytes() == 8 * 256 * 64 * 4);  // seven inputs and the output; x was there before
 }
 
-TEST_CASE("checkpoint: memory falls after each stage of backward, with retain_graph too") {
+TEST_CASE("checkpoint: memory decreases after each stage of backward, also with retain_graph") {
   const auto stages = [](bool checkpointed, bool retain_graph) {
     const auto parts = blocks(6);
     auto x = leaf(randoms({256, 64}, at::kFloat));
@@ -442,13 +441,13 @@ TEST_CASE("checkpoint: memory falls after each stage of backward, with retain_gr
   CHECK_FALSE(rises(ours));
   CHECK(ours.front() < plain.front() / 6);
   CHECK(ours.back() < activations);
-  // The inputs stay; what was computed again does not.
+  // The inputs stay, and recomputed tensors are freed.
   for (auto& live : stages(true, true)) CHECK(live <= ours.front() + activations);
   CHECK(stages(false, true).back() > 5 * stages(true, true).back());
 }
 
 namespace {
-// 2 x, which saves what it does not ask for.
+// 2 x, which saves a tensor that its backward does not use.
 struct SavesForNothing : torch::autograd::Function<SavesForNothing> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, bool saves) {
     if (saves) context->save_for_backward({x.exp()});
@@ -461,7 +460,7 @@ struct SavesForNothing : torch::autograd::Function<SavesForNothing> {
 };
 }  // namespace
 
-TEST_CASE("checkpoint: what nobody asks for goes with its operation") {
+TEST_CASE("checkpoint: an unused saved tensor is freed with its operation") {
   const auto held_after = [](bool saves) {
     const auto x = leaf(randoms({1000}));
     std::int64_t live = -1;
@@ -476,7 +475,7 @@ TEST_CASE("checkpoint: what nobody asks for goes with its operation") {
   CHECK(held_after(true) == held_after(false));
 }
 
-TEST_CASE("checkpoint: nothing is left of a thousand steps") {
+TEST_CASE("checkpoint: a thousand steps leave nothing behind") {
   const auto parts = blocks(2);
   const auto parameters = parameters_of(parts);
   const auto x = leaf(randoms({8, 64}, at::kFloat));
@@ -487,7 +486,7 @@ TEST_CASE("checkpoint: nothing is left of a thousand steps") {
   const auto step = [&](int i) {
     const auto y = ga::checkpoint(parts[1], ga::checkpoint(part, x));
     if (i % 5 == 0) return;                                                                      // no backward at all
-    if (i % 5 == 1) return (void)torch::autograd::grad({y.sum()}, {parts[1]->parameters()[0]});  // a part of it
+    if (i % 5 == 1) return (void)torch::autograd::grad({y.sum()}, {parts[1]->parameters()[0]});  // a part of backward
     y.sum().backward({}, /*retain_graph=*/i % 5 == 2);
     if (i % 5 == 2) y.sum().backward();
   };
@@ -505,7 +504,7 @@ TEST_CASE("checkpoint: nothing is left of a thousand steps") {
   }
 }
 
-TEST_CASE("checkpoint: a backward that needs a part of it leaves nothing behind") {
+TEST_CASE("checkpoint: a backward that needs a part of the checkpoint leaves nothing behind") {
   const auto net = block();
   const auto w = leaf(randoms({64, 64}, at::kFloat)), x = leaf(randoms({256, 64}, at::kFloat));
   const auto two = [owner = net.ptr(), w](const at::Tensor& t) {
@@ -542,13 +541,13 @@ TEST_CASE("checkpoint: a backward that fails elsewhere leaves nothing behind onc
   CHECK(meter.live_bytes() == 0);
 }
 
-TEST_CASE("checkpoint: backward passes that fail, and are tried again, leave nothing behind each") {
+TEST_CASE("checkpoint: failed and repeated backward passes leave nothing behind") {
   const auto x = leaf(randoms({1000}));
   bool fails = true;
   x.register_hook([&](const at::Tensor&) { TORCH_CHECK(!fails, "a hook broke"); });
   ga::MemoryMeter meter;
   auto y = ga::checkpoint([](const at::Tensor& t) { return t.exp().sin().tanh(); }, x);
-  // Of this one the pass has recomputed all, and taken some, when it fails.
+  // When the pass fails, it has recomputed all tensors of this checkpoint, and used some.
   y = y + ga::checkpoint([](const at::Tensor& t) { return t.exp() + t.sin(); }, x);
   const auto held = meter.live_bytes();
   for (int i = 0; i < 3; ++i) {
@@ -562,9 +561,9 @@ TEST_CASE("checkpoint: backward passes that fail, and are tried again, leave not
   CHECK(at::allclose(ours[0], take_gradients({x})[0]));
 }
 
-TEST_CASE("checkpoint: threads with models of their own do not disturb each other") {
+TEST_CASE("checkpoint: threads with separate models do not affect each other") {
   constexpr int count = 4;
-  std::array<std::vector<nn::Sequential>, count> models;  // drawn at random before: one thread at a time may
+  std::array<std::vector<nn::Sequential>, count> models;  // made first: one thread at a time may draw
   for (int t = 0; t < count; ++t) models[t] = blocks(3, t + 1);
   const auto train = [&](int t, bool checkpointed) {
     const auto x = leaf(torch::arange(8 * 64, at::kFloat).mul(t + 1).sin().reshape({8, 64}));

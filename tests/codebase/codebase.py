@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Counts what keeps the library small and readable, prints the figures, and fails where one is above its ceiling.
+"""Counts figures that show whether the library stays small and readable. Prints them, and fails above a ceiling.
 
-    codebase.py              counts the library, and the files of tests that lie loose
-    codebase.py --test       tests the counting itself
+    codebase.py              counts the library, and test files outside of folders
+    codebase.py --test       tests the counting
 
-Lines and files have no ceiling. Other ceilings only fall: a change that makes a figure smaller lowers its ceiling here.
+Lines and files have no ceiling. Other ceilings only decrease: a change that lowers a figure lowers its ceiling here.
 """
 
 import pathlib
@@ -20,13 +20,13 @@ CEILINGS = {
     "files of tests that lie loose": 0,
 }
 
-# A comment that opens so is the end of a sentence that stands elsewhere.
+# A comment that begins with such a word is a fragment of a sentence.
 FRAGMENT = re.compile(r"(of|the same|those|whose|what|where|whether|who)\b", re.IGNORECASE)
 COMMENT = re.compile(r"\s*//[/!]?(?!/)<?\s?(.*)")
 
 
 def comment_blocks(text):
-    """The first line of each comment that has a line of its own; `///<` beside code is one, too."""
+    """Returns the first line of each comment on a separate line, and of each `///<` after code."""
     blocks, inside = [], False
     for line in text.splitlines():
         match = COMMENT.match(line)
@@ -46,8 +46,8 @@ def fragments(blocks):
 
 
 def lines_with_detail(text):
-    """Lines of what a user may write or read in a public header that name detail::, but not what is private, and not bodies: to that
-    of a constructor belong the initializers of its members, on whichever line they stand."""
+    """Returns the lines in a public header's public part whose declaration names detail::. Bodies do not count, nor do
+    member initializers of constructors."""
     found, public = [], True
     for line in text.splitlines():
         code = line.split("//", 1)[0]
@@ -65,11 +65,11 @@ def lines_with_detail(text):
 
 
 def macros_left(texts):
-    """Macros of the library that are defined and never undefined again in the same file."""
+    """Returns the library's macros that are defined and not undefined in the same file."""
     left = set()
     for path, text in texts.items():
         if path.endswith((".hpp", ".ipp")) and not re.search(r"/(begin\.ipp|on_device\.hpp)$", path):
-            # Those two files are included for their macros, which whoever includes them takes back.
+            # These two files are included for their macros, which the including file undefines.
             defined = set(re.findall(r"^\s*#\s*define\s+(\w+)", text, re.M))
             left |= defined - set(re.findall(r"^\s*#\s*undef\s+(\w+)", text, re.M))
             for file, macro in (("begin.ipp", "GRADACCUM_INLINE"), ("on_device.hpp", "GRADACCUM_ON_DEVICE")):
@@ -79,8 +79,8 @@ def macros_left(texts):
 
 
 def included_too_early(texts, header):
-    """Finds circles of includes in a program that includes `header` first, header-only. Returns pairs of a file and of an include
-    that its code needs, which `#pragma once` skips because it is still being read."""
+    """Finds circles of includes in a header-only program that includes `header` first. Returns pairs of a file and an
+    include that its code needs, which `#pragma once` skips because it is still being read."""
     found, begun, seen = [], [], set()
 
     def visit(path):

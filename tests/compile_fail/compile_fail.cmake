@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# Passes if PROGRAMS, compiled together, compile without their lines `… // error: <regex>`, and if with them each of those
-# lines is reported, with that message, when its program is compiled by itself: another's message proves nothing.
+# Passes if PROGRAMS, compiled together, compile without their lines `… // error: <regex>`, and if with them each of
+# those lines is reported with its message when its program is compiled separately, so that no other error hides it.
 
 cmake_minimum_required(VERSION 3.25)
 include("${CMAKE_CURRENT_LIST_DIR}/../support/programs_together.cmake")

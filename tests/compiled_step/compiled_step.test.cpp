@@ -56,21 +56,21 @@ std::vector<at::Tensor> copies(const std::vector<at::Tensor>& tensors) {
   return all;
 }
 
-/// What six batches of training leave behind: losses, the gradients of each window, buffers, random numbers.
+/// Returns the results of six batches of training: losses, gradients of each window, buffers, random numbers.
 testing::Outcome after_six_batches(Transformer& net, auto&& loss_of, int steps, bool bfloat16) {
   torch::optim::SGD sgd(net->parameters(), 0.1);
   ga::GradAccumulator optimizer(sgd, {.steps = steps});
   testing::Outcome all;
   std::vector<at::Tensor> random;
   for (std::int64_t i = 0; i < 6; ++i) {
-    // Its seed is dropout's, too. The graph in float32 is for any number of rows.
+    // The seed also determines dropout. The graph in float32 is for any number of rows.
     const auto batch = sentences(bfloat16 ? 4 : 4 + i % 2, static_cast<std::uint64_t>(i));
     const at::Tensor loss = [&] {
       const ga::Autocast autocast(torch::kCPU, torch::kBFloat16, bfloat16);
       return loss_of(batch);
     }();
     all.outputs.push_back(loss.detach());
-    random.push_back(torch::rand({1}));  // which one tells how many were drawn before
+    random.push_back(torch::rand({1}));  // shows how many numbers were drawn before
     all.buffers.push_back(net->mean.clone());
     optimizer.backward(loss);
     if ((i + 1) % steps == 0)
@@ -109,7 +109,7 @@ class Folder {
 
 }  // namespace
 
-TEST_CASE("A compiled step is the objective to rounding, in windows of any length", "[compiled_step]") {
+TEST_CASE("A compiled step matches the objective up to rounding, in windows of any length", "[compiled_step]") {
   const auto steps = GENERATE(1, 2, 3);
   const bool in_backward = GENERATE(false, true);
   CAPTURE(steps, in_backward);
@@ -147,7 +147,7 @@ TEST_CASE("A compiled step is the objective to rounding, in windows of any lengt
   CHECK(worst(trained(true, 0.011), wanted) > 1e-4);
 }
 
-TEST_CASE("Metrics see the output, and gradients are added", "[compiled_step]") {
+TEST_CASE("Metrics receive the output, and gradients accumulate", "[compiled_step]") {
   auto net = perceptron();
   const auto batch = rows_of_six(8);
   ga::CompiledStep step(net, counted_loss, in_perceptron);
@@ -164,12 +164,12 @@ TEST_CASE("Metrics see the output, and gradients are added", "[compiled_step]") 
   CHECK(worst(twice, gradients(*net)) < 1e-6);
 }
 
-TEST_CASE("Backward of a compiled loss is autograd's where there is more to it", "[compiled_step]") {
+TEST_CASE("Backward of a loss computed from a compiled one uses autograd", "[compiled_step]") {
   auto net = perceptron();
   const auto batch = rows_of_six(8);
   ga::CompiledStep step(net, counted_loss, in_perceptron);
   auto loss = step(batch);
-  loss.mean = 2 * loss.mean + net->last->bias.sum();  // what was computed with it is not all any more
+  loss.mean = 2 * loss.mean + net->last->bias.sum();  // the compiled loss is only a part of it
   loss.backward();
   const auto got = gradients(*net);
   (2 * counted_loss(net, batch).mean + net->last->bias.sum()).backward();
@@ -192,7 +192,7 @@ TEST_CASE("Backward of a compiled loss is autograd's where there is more to it",
   CHECK(gradients(*net).size() == 1);
 }
 
-TEST_CASE("A compiled step moves buffers once and draws the objective's random numbers", "[compiled_step]") {
+TEST_CASE("A compiled step updates buffers once and draws the objective's random numbers", "[compiled_step]") {
   auto net = convolutional(), other = convolutional();
   ga::CompiledStep step(net, plain_loss<Convolutional>, in_convolutional);
   torch::manual_seed(5);
@@ -203,7 +203,7 @@ TEST_CASE("A compiled step moves buffers once and draws the objective's random n
     plain_loss(other, batch).backward();
     const ga::detail::RandomState after;
     torch::manual_seed(100 + i);
-    const at::Tensor loss = step(batch);  // a Tensor, as the objective's
+    const at::Tensor loss = step(batch);  // a Tensor, as from the objective
     CHECK(after == ga::detail::RandomState());
     loss.backward();
     const auto buffers = net->named_buffers(), others = other->named_buffers();
@@ -218,10 +218,10 @@ TEST_CASE("A compiled step moves buffers once and draws the objective's random n
 
   const auto version = net->norm->running_mean._version();
   step(images(6));
-  CHECK(net->norm->running_mean._version() > version);  // whoever saved it for backward is told
+  CHECK(net->norm->running_mean._version() > version);  // so autograd detects the change if it was saved
 }
 
-TEMPLATE_TEST_CASE("LSTM, EmbeddingBag, TransformerEncoder and MultiheadAttention are LibTorch's to rounding",
+TEMPLATE_TEST_CASE("LSTM, EmbeddingBag, TransformerEncoder and MultiheadAttention match LibTorch's up to rounding",
                    "[compiled_step]", Recurrent, Encoded) {
   constexpr bool is_recurrent = std::same_as<TestType, Recurrent>;
   torch::manual_seed(0);
@@ -239,7 +239,7 @@ TEMPLATE_TEST_CASE("LSTM, EmbeddingBag, TransformerEncoder and MultiheadAttentio
     torch::manual_seed(100 + i);
     const at::Tensor wanted = plain_loss(other, batch);
     CHECK(off(loss, wanted) < 1e-5);
-    const auto seed = torch::full({}, 3.0);  // gradients are multiplied in place
+    const auto seed = torch::full({}, 3.0);  // separate, because gradients are multiplied in place
     loss.backward(seed);
     wanted.backward(seed);
     for (const auto& item : net->named_parameters()) {
@@ -267,7 +267,7 @@ TEST_CASE("Seeds of backward multiply the gradients", "[compiled_step]") {
     CHECK(worst(with_seed(compiled, seed), with_seed(eager, seed)) < 1e-6);
   const auto after_60 = (with_seed(compiled, 60.0), with_seed(compiled, 60.0));
   with_seed(compiled, 1.0);
-  CHECK(testing::same_bits(with_seed(compiled, 60.0), after_60));  // whatever seed came before
+  CHECK(testing::same_bits(with_seed(compiled, 60.0), after_60));  // independent of earlier seeds
   CHECK(with_seed(compiled, 0.0).front().abs().sum().item<double>() == 0);
   CHECK(with_seed(compiled, std::numeric_limits<double>::quiet_NaN()).front().isnan().all().item<bool>());
   CHECK(with_seed(compiled, std::numeric_limits<double>::infinity()).back().isinf().any().item<bool>());
@@ -292,7 +292,7 @@ TEST_CASE("Backward runs once, unless its graph is kept", "[compiled_step]") {
         std::string::npos);
 }
 
-TEST_CASE("A float16 step has the loss scale inside", "[compiled_step]") {
+TEST_CASE("A float16 step applies the loss scale inside", "[compiled_step]") {
   auto net = perceptron(), other = perceptron();
   ga::CompiledStep compiled_step(net, plain_loss<Perceptron>, in_float16);
   const auto step = [&](const Batch& of) {
@@ -303,7 +303,7 @@ TEST_CASE("A float16 step has the loss scale inside", "[compiled_step]") {
     const ga::Autocast autocast(torch::kCPU, torch::kHalf);
     return plain_loss(other, of);
   };
-  // So small that without a scale they are no numbers of float16.
+  // Scales the weights down, so that gradients without a scale underflow in float16.
   const auto tiny = [](Perceptron& of) {
     torch::NoGradGuard no_grad;
     of->last->weight.mul_(1e-6);
@@ -319,7 +319,7 @@ TEST_CASE("A float16 step has the loss scale inside", "[compiled_step]") {
   const auto batch = rows_of_six(8);
   const auto eager = [&] { return eager_step(batch); };
   const auto compiled = [&] { return step(batch); };
-  for (const double scale : {65536.0, 1024.0, 1.0, 65536.0}) {  // each new one is run again
+  for (const double scale : {65536.0, 1024.0, 1.0, 65536.0}) {  // a new scale runs the step again
     const ga::detail::RandomState before;
     CHECK(worst(scaled(net, compiled, scale), scaled(other, eager, scale)) < 5e-3);
     CHECK(before == ga::detail::RandomState());
@@ -344,7 +344,7 @@ TEST_CASE("A float16 step has the loss scale inside", "[compiled_step]") {
 
   auto late = step(batch);
   one.param_groups()[0].params()[0].data().add_(0);
-  late.backward(torch::full({}, 8.0));  // unseen by autograd, and harmless
+  late.backward(torch::full({}, 8.0));  // autograd cannot see the change, which is harmless
   gradients(*net);
   late = step(batch);
   {
@@ -356,7 +356,7 @@ TEST_CASE("A float16 step has the loss scale inside", "[compiled_step]") {
         }).find("parameters must not change between a float16 loss and its backward") != std::string::npos);
 }
 
-TEST_CASE("Attention, compiled, is the objective's to rounding: float32, bfloat16, windows of any length",
+TEST_CASE("Attention, compiled, matches the objective up to rounding: float32, bfloat16, windows of any length",
           "[compiled_step]") {
   const auto steps = GENERATE(1, 3);
   const bool bfloat16 = GENERATE(false, true);
@@ -375,7 +375,7 @@ TEST_CASE("Attention, compiled, is the objective's to rounding: float32, bfloat1
   const auto wanted = eager(transformer());
   CHECK(step.report().compiled == 6);
 
-  // Of the worst of all gradients: some 3e-7 and, as what is fused is rounded to bfloat16 less often, 8e-3.
+  // The worst of all gradients is about 3e-7 and, because fused operations round to bfloat16 less often, 8e-3.
   const double tolerance = bfloat16 ? 2e-2 : 1e-5;
   CHECK(got.gradients.size() == wanted.gradients.size());
   CHECK(worst(got.gradients, wanted.gradients) < tolerance);
@@ -393,9 +393,9 @@ TEST_CASE("Attention, compiled, is the objective's to rounding: float32, bfloat1
   CHECK(worst(still.gradients, wanted.gradients) > 0.25);
   CHECK_FALSE(testing::same_bits(still.random, wanted.random));
   CHECK(worst(eager(heavier).gradients, wanted.gradients) > 0.08);
-  CHECK(off(wanted.buffers[4], wanted.buffers[5]) > 0.05);  // each batch moves it
+  CHECK(off(wanted.buffers[4], wanted.buffers[5]) > 0.05);  // each batch changes it
 
-  if (bfloat16) return;  // of which a CompiledStep allows a tenth when it checks itself
+  if (bfloat16) return;  // whose check of a CompiledStep allows a tenth
   auto refused = transformer();
   refused->causal = false;
   ga::CompiledStep unlike(refused, plain_loss<Transformer>, in_transformer);
@@ -434,7 +434,7 @@ TEST_CASE("A trainer trains with a compiled step", "[compiled_step]") {
   CHECK(worst(net->parameters(), other->parameters()) < 1e-5);
   const auto evaluated = trainer.evaluate(batches, ga::Accuracy{});
   CHECK(evaluated.metrics.at("accuracy") == other_trainer.evaluate(batches, ga::Accuracy{}).metrics.at("accuracy"));
-  const bool any_rows = counted.report().eager == 0;  // LibTorch 2.11 compiles for these rows alone
+  const bool any_rows = counted.report().eager == 0;  // LibTorch 2.11 compiles only for this number of rows
   CHECK(counted.report().compiled == (any_rows ? 10 : 8));
   CHECK(counted.report().compiled + counted.report().eager == 10);
 
@@ -443,7 +443,7 @@ TEST_CASE("A trainer trains with a compiled step", "[compiled_step]") {
         std::string::npos);
 }
 
-TEST_CASE("Ranks with compiled steps are one process with the objective", "[compiled_step]") {
+TEST_CASE("Ranks with compiled steps match one process with the objective", "[compiled_step]") {
   std::vector<Batch> all;
   for (std::uint64_t i = 0; i < 8; ++i) all.push_back(rows_of_six(8, i));
   auto one = perceptron();
@@ -466,7 +466,7 @@ TEST_CASE("Ranks with compiled steps are one process with the objective", "[comp
   CHECK(compiled == std::vector<std::int64_t>{4, 4});
 }
 
-TEST_CASE("Where there is no graph the objective runs, and is counted", "[compiled_step]") {
+TEST_CASE("Without a graph the objective runs, and is counted", "[compiled_step]") {
   auto net = perceptron();
   ga::CompiledStep step(net, counted_loss, in_perceptron);
   const auto batch = rows_of_six(8);
@@ -490,7 +490,7 @@ TEST_CASE("Where there is no graph the objective runs, and is counted", "[compil
     CHECK(same_as_eager(batch));
   }
   {
-    const torch::NoGradGuard no_grad;  // an evaluation, which is no step
+    const torch::NoGradGuard no_grad;  // an evaluation, not a training step
     CHECK_FALSE(step(batch).mean.requires_grad());
   }
   CHECK_FALSE(same_as_eager(batch));
@@ -505,7 +505,7 @@ TEST_CASE("Where there is no graph the objective runs, and is counted", "[compil
         "1 not: the model had 'hidden.weight Float [5, 6] parameter', now 'hidden.weight Float [5, 6] frozen "
         "parameter'\n");
 
-  const auto transposed = Batch{batch.first.t().contiguous().t(), batch.second};  // as it lies in memory, another
+  const auto transposed = Batch{batch.first.t().contiguous().t(), batch.second};  // the same values with other strides
   step(transposed).backward();
   const auto got = gradients(*net);
   counted_loss(net, batch).backward();
@@ -513,13 +513,13 @@ TEST_CASE("Where there is no graph the objective runs, and is counted", "[compil
   CHECK(step.report().compiled == 2);
 }
 
-TEST_CASE("What the compiled step gets wrong is found in its first run", "[compiled_step]") {
+TEST_CASE("Wrong results of a compiled step are found in its first run", "[compiled_step]") {
   auto net = perceptron();
   const auto batch = rows_of_six(8);
   const auto wrong = [&](auto objective) {
     ga::CompiledStep step(net, objective, in_perceptron);
     const auto error = error_of([&] { step(batch); });
-    CHECK(error_of([&] { step(batch); }) == error);  // it is wrong still, for whoever catches it and goes on
+    CHECK(error_of([&] { step(batch); }) == error);  // also if the program catches the error and continues
     CHECK(step.report().compiled == 0);
     return error;
   };
@@ -533,7 +533,7 @@ TEST_CASE("What the compiled step gets wrong is found in its first run", "[compi
   });
   INFO(smoothed);
   CHECK(smoothed.starts_with(begins + "the loss differs by "));
-  CHECK(wrong([](auto& model, auto& of) {  // as a NoGradGuard would
+  CHECK(wrong([](auto& model, auto& of) {  // as if under a NoGradGuard
           auto loss = counted_loss(model, of);
           const auto output = model->last(torch::relu(model->hidden(of.first)).detach());
           return ga::Loss{torch::cross_entropy_loss(output, of.second), 8}.with(output, of.second);
@@ -564,7 +564,7 @@ TEST_CASE("What the compiled step gets wrong is found in its first run", "[compi
   CHECK(testing::same_bits(copies(moving->buffers()), before));
   CHECK_FALSE(moving->last->weight.grad().defined());
 
-  // An exception of the objective's own, in the check, leaves all as it was.
+  // An exception of the objective in the check leaves everything unchanged.
   auto throwing = perceptron();
   ga::CompiledStep thrown(
       throwing, [](auto&, const Batch&) -> ga::Loss { throw std::logic_error("of the user"); }, in_perceptron);
@@ -573,7 +573,7 @@ TEST_CASE("What the compiled step gets wrong is found in its first run", "[compi
   CHECK(random == ga::detail::RandomState());
 }
 
-TEST_CASE("A model that is another than the one saved is refused", "[compiled_step]") {
+TEST_CASE("A model that differs from the saved one is refused", "[compiled_step]") {
   struct OtherImpl : torch::nn::Module {
     torch::nn::Linear hidden = register_module("hidden", torch::nn::Linear(6, 4)),
                       last = register_module("last", torch::nn::Linear(4, 3));
@@ -604,7 +604,7 @@ TEST_CASE("A model that is another than the one saved is refused", "[compiled_st
         "bfloat16 convolutional encoded float16 perceptron recurrent transformer");
 }
 
-TEST_CASE("A step of a folder runs, and is loaded only as it was written", "[compiled_step]") {
+TEST_CASE("A step of a folder runs, and is loaded only if its files are unchanged", "[compiled_step]") {
   auto net = perceptron();
   const auto batch = rows_of_six(8);
   const auto error_with = [&](auto&& change) {
@@ -641,7 +641,7 @@ TEST_CASE("A step of a folder runs, and is loaded only as it was written", "[com
       has(error_of_value("graph-0.batch", std::string("Float [8, 6]")), "must take 6 tensors and give 6, got 7 and 6"));
   CHECK(has(error_of([&] { ga::CompiledStep(net, counted_loss, "/nowhere"); }), "No such file"));
 
-  // Whatever else a manifest says: it is refused with the name of the folder, or means the same.
+  // Any other value in a manifest is refused with the name of the folder, or has the same meaning.
   const std::vector<ga::detail::Manifest::Value> values{true,
                                                         std::int64_t{-1},
                                                         std::numeric_limits<std::int64_t>::max(),
@@ -673,7 +673,7 @@ TEST_CASE("A step of a folder runs, and is loaded only as it was written", "[com
   CHECK(other.report().compiled == 1);
 }
 
-TEST_CASE("Any number of rows, each checked once", "[compiled_step]") {
+TEST_CASE("A step runs for any number of rows, each checked once", "[compiled_step]") {
   auto net = perceptron();
   int runs = 0;
   ga::CompiledStep step(
@@ -683,7 +683,7 @@ TEST_CASE("Any number of rows, each checked once", "[compiled_step]") {
   CHECK(runs == 1);
   net->zero_grad();
   step(rows_of_six(13)).backward();
-  if (step.report().eager == 1) return;  // LibTorch 2.11 compiles for these rows alone
+  if (step.report().eager == 1) return;  // LibTorch 2.11 compiles only for this number of rows
   CHECK(runs == 2);
   const auto got = gradients(*net);
   counted_loss(net, rows_of_six(13)).backward();

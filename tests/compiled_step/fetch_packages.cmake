@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # cmake -D PYTHON=... -D FOLDER=... -D SIZE=... -D "WHAT=argument of pip;..." -P fetch_packages.cmake
-# Fetches packages without what they depend on to FOLDER, by the pip of PYTHON, unless it has them. FOLDER/complete.stamp is
-# written last, and says what the folder has.
+# Fetches packages without their dependencies to FOLDER, by the pip of PYTHON, unless it has them. FOLDER/complete.stamp
+# is written last, and lists the content of the folder.
 
 set(key "")
 foreach(argument IN LISTS WHAT)
-  if(EXISTS "${argument}") # a file of requirements
+  if(EXISTS "${argument}") # a requirements file
     file(SHA256 "${argument}" argument)
   endif()
   string(APPEND key "${argument} ")
 endforeach()
-file(LOCK "${FOLDER}.lock") # for build trees that share it
+file(LOCK "${FOLDER}.lock") # because build trees share it
 set(present "")
 if(EXISTS "${FOLDER}/complete.stamp")
   file(READ "${FOLDER}/complete.stamp" present)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The first batch of a layout, where a step is compared with its objective. What stands for compiled code is a double
-// precision copy of the network, which is rounded otherwise, or another program.
+// The first batch of a layout, where a step is compared with its objective. A double precision copy of the network,
+// which rounds differently, or another program simulates compiled code.
 #include "support/catch.hpp"
 
 #include <gradaccum/compiled_step.hpp>
@@ -28,7 +28,7 @@ using namespace testing::compiled;
 
 namespace {
 
-/// Code of a step as tools/compile_step.py exports it.
+/// Code of a step with the interface of tools/compile_step.py.
 struct Code {
   std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> run;
   std::size_t inputs = 0, outputs = 0;
@@ -55,7 +55,7 @@ void* const functions[] = {reinterpret_cast<void*>(&create), reinterpret_cast<vo
                            reinterpret_cast<void*>(&run), reinterpret_cast<void*>(&inputs),
                            reinterpret_cast<void*>(&outputs)};
 
-/// A step of `net`, recorded for a batch, whose code is a double precision copy with an objective of its own.
+/// A step of `net`, recorded for a batch, whose code is a double precision copy with a separate objective.
 template <class Net, class Objective>
 class Simulated {
  public:
@@ -139,7 +139,7 @@ struct SegmenterImpl : nn::Module {
 };
 TORCH_MODULE(Segmenter);
 
-/// BatchNorm, a layer without bias, BatchNorm: the mean of the second is 0 but for rounding, as is that of its output.
+/// BatchNorm, a layer without bias, BatchNorm: the mean of the second and of its output is 0 up to rounding.
 struct NormalisedImpl : nn::Module {
   nn::BatchNorm1d first = register_module("first", nn::BatchNorm1d(6)),
                   second = register_module("second", nn::BatchNorm1d(5));
@@ -158,7 +158,7 @@ struct TokensImpl : nn::Module {
 };
 TORCH_MODULE(Tokens);
 
-/// A frozen layer in bfloat16, of which autograd sees nothing, and a layer in float32.
+/// A frozen layer in bfloat16, which autograd does not record, and a layer in float32.
 struct FrozenImpl : nn::Module {
   nn::Linear frozen = register_module("frozen", nn::Linear(6, 5)), last = register_module("last", nn::Linear(5, 3));
 
@@ -172,7 +172,7 @@ struct FrozenImpl : nn::Module {
 };
 TORCH_MODULE(Frozen);
 
-/// A mean that moves, beside a bound and a table that stay, and a parameter whose gradient is infinite.
+/// A running mean, a constant bound and table, and a parameter whose gradient is infinite.
 struct BoundedImpl : nn::Module {
   nn::Linear last = register_module("last", nn::Linear(6, 3));
   at::Tensor edge = register_parameter("edge", torch::zeros({1})), mean = register_buffer("mean", torch::zeros({6})),
@@ -199,7 +199,7 @@ Batch masks(std::uint64_t seed) {
   return {images, (images > 0).to(torch::kFloat)};
 }
 
-/// A hidden unit is 0 for the first row in whatever order it is summed, and the code's is just above.
+/// A hidden unit is exactly 0 for the first row, in any order of summation, and slightly positive in the code.
 Perceptron with_a_tie() {
   auto net = perceptron();
   const torch::NoGradGuard no_grad;
@@ -216,12 +216,12 @@ at::Tensor just_above(Perceptron& net, const Batch& batch) {
   return torch::cross_entropy_loss(net->last(torch::relu(net->hidden(batch.first) + 1e-7)), batch.second);
 }
 
-/// The loss, with gradients that are larger by a part that changes nothing else.
+/// Returns the same loss with gradients that are larger by `part`.
 at::Tensor with_larger_gradients(const at::Tensor& loss, double part) { return loss + part * (loss - loss.detach()); }
 
 }  // namespace
 
-TEST_CASE("An element that rounding puts across a ReLU's bound is no other program", "[compiled_step]") {
+TEST_CASE("An element that rounding moves across a ReLU's bound does not count as another program", "[compiled_step]") {
   auto net = with_a_tie();
   const auto batch = batch_with_a_tie();
   Simulated simulated(net, plain_loss<Perceptron>, batch, just_above);
@@ -237,7 +237,7 @@ TEST_CASE("An element that rounding puts across a ReLU's bound is no other progr
   const auto got = net->hidden->weight.grad().clone();
   net->zero_grad();
   plain_loss(net, batch).backward();
-  CHECK((got - net->hidden->weight.grad()).norm().item<double>() > 0.005);  // which the comparison did see
+  CHECK((got - net->hidden->weight.grad()).norm().item<double>() > 0.005);  // large enough for the comparison
 
   CHECK(testing::same_bits(testing::copies(net->parameters()), parameters));
   CHECK(net->hidden->weight.data_ptr() == data);
@@ -245,7 +245,7 @@ TEST_CASE("An element that rounding puts across a ReLU's bound is no other progr
   CHECK(random == ga::detail::RandomState());
 }
 
-TEST_CASE("Another program is found beside an element that rounding has moved", "[compiled_step]") {
+TEST_CASE("Another program is found even if rounding has moved an element", "[compiled_step]") {
   auto net = with_a_tie();
   const auto batch = batch_with_a_tie();
   const auto refused = [&](auto objective) {
@@ -266,7 +266,7 @@ TEST_CASE("Another program is found beside an element that rounding has moved", 
         }).starts_with(begins + "the gradient of last.bias differs by "));
 }
 
-TEST_CASE("First batches of networks that rounding moves are compiled", "[compiled_step]") {
+TEST_CASE("First batches of networks that are sensitive to rounding are compiled", "[compiled_step]") {
   const auto compiled = [](auto net, auto objective, auto batch_of, std::uint64_t batches) {
     Simulated simulated(net, objective, batch_of(0), objective);
     std::int64_t count = 0;
@@ -287,7 +287,7 @@ TEST_CASE("First batches of networks that rounding moves are compiled", "[compil
   CHECK(compiled(
             Normalised(), mean, [](std::uint64_t seed) { return rows_of_six(32, seed); }, 3) == 3);
   Tokens tokens;
-  tokens->to(torch::kBFloat16);  // whose sums over tokens are off by tens of percent
+  tokens->to(torch::kBFloat16);  // the errors of its sums over tokens are tens of percent
   const auto sentences_of = [](std::uint64_t seed) {
     torch::manual_seed(seed);
     return Batch{torch::randn({8, 128, 64}).to(torch::kBFloat16), torch::randn({8}).to(torch::kBFloat16)};
@@ -295,7 +295,7 @@ TEST_CASE("First batches of networks that rounding moves are compiled", "[compil
   CHECK(compiled(tokens, squared, sentences_of, 40) == 40);
 }
 
-TEST_CASE("Other programs of a network that rounding moves are found", "[compiled_step]") {
+TEST_CASE("Other programs of a network that is sensitive to rounding are found", "[compiled_step]") {
   torch::manual_seed(0);
   Segmenter net;
   const auto refused = [&](auto objective, std::uint64_t seed) {
@@ -305,7 +305,7 @@ TEST_CASE("Other programs of a network that rounding moves are found", "[compile
   const auto seed = static_cast<std::uint64_t>(GENERATE(1, 2, 3));
   CHECK(refused([](auto& of, auto& b) { return mask_loss(of, b) + 1e-2 * of->down->weight.square().sum(); }, seed)
             .find(" differs by ") != std::string::npos);
-  CHECK(refused(  // where the batch says so by an exact number
+  CHECK(refused(  // if the batch gives an exact number
             [](auto& of, auto& b) {
               return mask_loss(of, b) + 1e-2 * (b.second == 1).any() * of->down->weight.square().sum();
             },
@@ -323,7 +323,7 @@ TEST_CASE("Other programs of a network that rounding moves are found", "[compile
             .find(" the buffer up_norm.running_mean differs by ") != std::string::npos);
 }
 
-TEST_CASE("A frozen layer of 16 bits counts among the dtypes that were used", "[compiled_step]") {
+TEST_CASE("A frozen layer in 16 bits counts among the used dtypes", "[compiled_step]") {
   torch::manual_seed(0);
   Frozen frozen;
   const auto plain = [](auto& of, const Batch& b) { return plain_loss(of, b); };
@@ -333,7 +333,7 @@ TEST_CASE("A frozen layer of 16 bits counts among the dtypes that were used", "[
   CHECK(step.report().compiled == 1);
 }
 
-TEST_CASE("A function that is another one in float32 excuses no difference in 16 bits", "[compiled_step]") {
+TEST_CASE("A function that differs in float32 does not excuse a difference in 16 bits", "[compiled_step]") {
   auto net = perceptron();
   net->to(torch::kBFloat16);
   auto batch = rows_of_six(8);
@@ -345,7 +345,7 @@ TEST_CASE("A function that is another one in float32 excuses no difference in 16
   CHECK(error_of([&] { simulated.step()(batch); }).find("the loss differs by ") != std::string::npos);
 }
 
-TEST_CASE("What is infinite or of other sizes hides no difference of another tensor", "[compiled_step]") {
+TEST_CASE("Infinite values or other sizes do not hide another tensor's difference", "[compiled_step]") {
   torch::manual_seed(0);
   Bounded net;
   const auto batch = rows_of_six(8);
@@ -365,7 +365,7 @@ TEST_CASE("What is infinite or of other sizes hides no difference of another ten
         }).find("the gradient of last.bias differs by ") != std::string::npos);
 }
 
-TEST_CASE("A doubt is a warning, and leaves a layout to the objective", "[compiled_step]") {
+TEST_CASE("A doubt prints a warning, and the layout runs by the objective", "[compiled_step]") {
   auto net = perceptron();
   const auto batch = rows_of_six(8);
   double size = 0.2;
@@ -391,12 +391,12 @@ TEST_CASE("A doubt is a warning, and leaves a layout to the objective", "[compil
   plain_loss(net, batch).backward();
   CHECK(testing::same_bits(twice, testing::take_gradients(net->parameters())));
 
-  size = 0.01;  // no more than rounding may do where it has thresholds to cross
+  size = 0.01;  // within the effect of rounding across thresholds
   auto other = simulated.step();
   other(batch);
   CHECK(other.report().compiled == 1);
 
-  size = 0.2;  // in 16 bits there is no telling
+  size = 0.2;  // in 16 bits it cannot be distinguished from rounding
   net->to(torch::kBFloat16);
   const Batch coarse{batch.first.to(torch::kBFloat16), batch.second};
   Simulated in_bfloat16(net, plain_loss<Perceptron>, coarse, noisy);
@@ -406,19 +406,19 @@ TEST_CASE("A doubt is a warning, and leaves a layout to the objective", "[compil
   CHECK(last.report().why_eager.size() == 1);
 }
 
-TEST_CASE("An objective that gives two results for a batch is named", "[compiled_step]") {
+TEST_CASE("An objective that gives two results for a batch is an error that says so", "[compiled_step]") {
   auto net = perceptron();
   const auto batch = rows_of_six(8);
   double factor = 1;
   const auto moody = [&](auto& of, const Batch& b) { return (factor *= 1.1) * plain_loss(of, b); };
-  factor = 0;  // or it could not be recorded
+  factor = 0;  // so that it can be recorded
   Simulated simulated(net, moody, batch, plain_loss<Perceptron>);
   factor = 1;
   CHECK(error_of([&] { simulated.step()(batch); }).find(" from one run of the objective to the next") !=
         std::string::npos);
 }
 
-TEST_CASE("Inputs that an objective rejects leave a doubt", "[compiled_step]") {
+TEST_CASE("Changed inputs that an objective rejects leave a doubt", "[compiled_step]") {
   auto net = with_a_tie();
   const auto batch = batch_with_a_tie();
   const auto strict = [](auto& of, const Batch& b) {
@@ -437,10 +437,10 @@ TEST_CASE("Inputs that an objective rejects leave a doubt", "[compiled_step]") {
   CHECK(warnings.texts().size() == 1);
 }
 
-TEST_CASE("Inputs that cannot be moved leave all tensors as they were", "[compiled_step]") {
+TEST_CASE("Inputs that cannot be changed leave all tensors unchanged", "[compiled_step]") {
   auto net = with_a_tie();
   auto batch = batch_with_a_tie();
-  batch.second = torch::randn({8, 3}).to(torch::kFloat8_e4m3fn);  // for which LibTorch has no random numbers
+  batch.second = torch::randn({8, 3}).to(torch::kFloat8_e4m3fn);  // LibTorch has no random numbers in this dtype
   const auto objective = [](auto& of, const Batch& b) {
     return torch::mse_loss(of->forward(b.first), b.second.to(b.first.scalar_type()));
   };

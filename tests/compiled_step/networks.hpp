@@ -8,7 +8,7 @@
 #include <tuple>
 #include <utility>
 
-/// The networks whose steps are recorded and compiled when the tests are built.
+/// Networks whose steps are recorded and compiled when the tests are built.
 namespace testing::compiled {
 
 using Batch = std::pair<at::Tensor, at::Tensor>;
@@ -21,7 +21,7 @@ struct PerceptronImpl : torch::nn::Module {
 };
 TORCH_MODULE(Perceptron);
 
-/// A normalisation that moves, random numbers, a frozen parameter and one that nothing depends on.
+/// Running statistics, random numbers, a frozen parameter and an unused one.
 struct ConvolutionalImpl : torch::nn::Module {
   torch::nn::Conv2d convolution = register_module("convolution", torch::nn::Conv2d(1, 3, 3));
   torch::nn::BatchNorm2d norm = register_module("norm", torch::nn::BatchNorm2d(3));
@@ -34,7 +34,7 @@ struct ConvolutionalImpl : torch::nn::Module {
 };
 TORCH_MODULE(Convolutional);
 
-/// A block of a transformer: causal attention, random numbers, and a buffer that moves.
+/// A block of a transformer: causal attention, random numbers, and a buffer that the step changes.
 struct TransformerImpl : torch::nn::Module {
   torch::nn::Embedding embedding = register_module("embedding", torch::nn::Embedding(11, 16));
   torch::nn::LayerNorm attention_norm = layer_norm("attention_norm"), norm = layer_norm("norm");
@@ -49,7 +49,7 @@ struct TransformerImpl : torch::nn::Module {
     const auto x = centred(embedding(ids));
     const auto attended = x + dropout(attention(attention_norm(x)));
     const auto after = attended + dropout(down(torch::gelu(up(norm(attended)))));
-    return last(after.mean(1));  // of all tokens: to the last one alone a causal mask would be all the same
+    return last(after.mean(1));  // of all tokens, because a causal mask would not affect the last one
   }
 
  private:
@@ -71,7 +71,7 @@ struct TransformerImpl : torch::nn::Module {
 };
 TORCH_MODULE(Transformer);
 
-/// An LSTM, whose two biases have one gradient, over what an EmbeddingBag makes of each row's tokens.
+/// An LSTM, whose two biases have one gradient, over an EmbeddingBag of each row's tokens.
 struct RecurrentImpl : torch::nn::Module {
   torch::nn::EmbeddingBag bag = register_module("bag", torch::nn::EmbeddingBag(11, 4));
   torch::nn::LSTM lstm = register_module(
@@ -85,7 +85,7 @@ struct RecurrentImpl : torch::nn::Module {
 };
 TORCH_MODULE(Recurrent);
 
-/// LibTorch's own layers of attention, which compare query, key and value on the host.
+/// LibTorch's layers of attention, which compare query, key and value on the host.
 struct EncodedImpl : torch::nn::Module {
   torch::nn::Embedding embedding = register_module("embedding", torch::nn::Embedding(11, 16));
   torch::nn::TransformerEncoder encoder = register_module(
@@ -103,14 +103,14 @@ struct EncodedImpl : torch::nn::Module {
 };
 TORCH_MODULE(Encoded);
 
-/// A mean over the rows that counts them, with what metrics look at.
+/// A mean over the rows, with their number and the output for metrics.
 inline gradaccum::Loss counted_loss(Perceptron& net, const Batch& batch) {
   const auto output = net->forward(batch.first);
   return gradaccum::Loss{torch::cross_entropy_loss(output, batch.second), batch.second.size(0)}.with(output,
                                                                                                      batch.second);
 }
 
-/// A Tensor, for any of the networks.
+/// A loss as Tensor, for any of the networks.
 inline at::Tensor plain_loss(auto& net, const Batch& batch) {
   return torch::cross_entropy_loss(net->forward(batch.first), batch.second);
 }

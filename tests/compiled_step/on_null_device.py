@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""on_null_device.py FOLDER RECORD...: what tools/compile_step.py makes for a GPU is loaded and launches its kernels.
+"""on_null_device.py FOLDER RECORD...: tests that tools/compile_step.py's code for a GPU is loaded and launches kernels.
 
-The program RECORD... records a step into a folder inside of FOLDER, on the emulated device. A device that computes nothing
-(tests/support/null_device) is in the GPU's place: results mean nothing, and everything before a kernel runs is real.
+The program RECORD... records a step into a folder inside of FOLDER, on the emulated device. A device that computes
+nothing (tests/support/null_device) replaces the GPU: results have no meaning; everything before a kernel is real.
 """
 
 import ctypes
@@ -43,18 +43,18 @@ capsule_of.argtypes, capsule_of.restype = [ctypes.c_void_p, ctypes.c_char_p, cty
 
 
 def compiled(step):
-    """The manifest of a step, which is compiled, and the functions of its code."""
+    """Compiles a step. Returns its manifest and the functions of its code."""
     sys.argv[1:] = ["--traceback", "--jobs", "1", str(step)]
     compile_step.main()
     manifest = compile_step.Manifest.of_step(step)
-    for name in ("c10", "torch_cpu", "c10_cuda", "torch_cuda"):  # of which the code takes what it calls
+    for name in ("c10", "torch_cpu", "c10_cuda", "torch_cuda"):  # the code uses their functions
         ctypes.CDLL(str(torch_libraries / f"lib{name}.so"), ctypes.RTLD_GLOBAL)
     code = ctypes.CDLL(str(next(step.glob("graph-0.*.so"))), os.RTLD_NOW)  # an error if a symbol is missing
     return manifest, Functions.in_dll(code, f"gradaccum_step_{manifest['graph-0.code']}")
 
 
 def launches_of(functions, inputs):
-    """Runs the code. Returns the number of kernels that it launched, and what it returned."""
+    """Runs the code. Returns the number of launched kernels, and the code's return value."""
     container = ctypes.c_void_p()
     assert functions.create(container, b"cuda:0") is None
     assert functions.inputs(container) == len(inputs)
@@ -75,7 +75,7 @@ def main():
     manifest, functions = compiled(step)
     assert manifest["graph-0.capability"] == "CUDA 9.0", json.dumps(manifest.content)
     kernels = torch.backends.cuda
-    assert kernels.flash_sdp_enabled() and not kernels.cudnn_sdp_enabled()  # as the program has it, and not by default
+    assert kernels.flash_sdp_enabled() and not kernels.cudnn_sdp_enabled()  # as in the program; not the default
     assert not torch.are_deterministic_algorithms_enabled()
     compile_step.take_settings(["math_sdp", "deterministic"])
     assert not kernels.flash_sdp_enabled() and torch.are_deterministic_algorithms_enabled()

@@ -24,7 +24,7 @@ using namespace testing::compiled;
 
 namespace {
 
-/// What is rounded forward and passed straight through backward.
+/// Rounds in forward, and passes the gradient through in backward.
 struct StraightThrough : torch::autograd::Function<StraightThrough> {
   static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) { return x.round(); }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
@@ -44,7 +44,7 @@ ga::detail::StepDescription described(const std::filesystem::path& folder) {
 
 }  // namespace
 
-TEST_CASE("What a step reads and gives is described", "[save_step]") {
+TEST_CASE("A saved step describes its inputs and outputs", "[save_step]") {
   const testing::Directory directory;
   auto net = perceptron();
   const auto saved = ga::save_step(net, counted_loss, rows_of_six(8), directory / "step");
@@ -67,7 +67,7 @@ TEST_CASE("What a step reads and gives is described", "[save_step]") {
   CHECK(text.str().find("recorded a step of Float [*, 6], Long [*]\nCompile it: ") != std::string::npos);
 }
 
-TEST_CASE("Recording changes nothing", "[save_step]") {
+TEST_CASE("Recording changes neither parameters nor buffers", "[save_step]") {
   const testing::Directory directory;
   auto net = convolutional();
   const auto batch = images(6);
@@ -89,12 +89,12 @@ TEST_CASE("Recording changes nothing", "[save_step]") {
   CHECK(described(directory / "step").model.find("convolution.bias Double [3] frozen parameter\n") !=
         std::string::npos);
 
-  plain_loss(net, batch);  // which does change something: the comparison can fail
+  plain_loss(net, batch);  // changes buffers, so the comparison can fail
   CHECK_FALSE(testing::same_bits(values(), before));
   CHECK_FALSE(random == ga::detail::RandomState());
 }
 
-TEST_CASE("What cannot be recorded is refused", "[save_step]") {
+TEST_CASE("Objectives that cannot be recorded are refused", "[save_step]") {
   const testing::Directory directory;
   auto net = perceptron();
   const auto batch = rows_of_six(8);
@@ -139,7 +139,7 @@ TEST_CASE("What cannot be recorded is refused", "[save_step]") {
   CHECK(starts(refused(weighted),
                "save_step: the objective uses a tensor that belongs neither to the model nor to the batch, Float [3]"));
   CHECK(refused(weighted, {.constants = true}).empty());
-  const auto factor = torch::tensor(2.f);  // of one element, too
+  const auto factor = torch::tensor(2.f);  // also with one element
   CHECK(starts(refused([&](auto& model, auto& of) { return factor * plain_loss(model, of); }),
                "save_step: the objective uses a tensor that belongs neither to the model nor to the batch, Float []"));
   CHECK(refused([&](auto& model, auto& of) { return torch::tensor(2.f) * plain_loss(model, of); }).empty());
@@ -159,7 +159,7 @@ TEST_CASE("What cannot be recorded is refused", "[save_step]") {
       std::logic_error);
 }
 
-TEST_CASE("An objective that gives two results for a batch is refused for that", "[save_step]") {
+TEST_CASE("An objective that gives two results for a batch is refused with that reason", "[save_step]") {
   const testing::Directory directory;
   auto net = perceptron();
   double factor = 1;
@@ -190,7 +190,7 @@ TEST_CASE("A parameter can be the loss", "[save_step]") {
   CHECK(error.empty());
 }
 
-TEST_CASE("What LibTorch reads on the host within an operation is recorded", "[save_step]") {
+TEST_CASE("Values that LibTorch reads on the host within an operation are recorded", "[save_step]") {
   const testing::Directory directory;
   auto net = perceptron();
   const auto recorded = [&](auto of_output) {
@@ -212,7 +212,7 @@ TEST_CASE("What LibTorch reads on the host within an operation is recorded", "[s
   }));
 }
 
-TEST_CASE("LibTorch's attention compares tensors: it may, where no other answer would change what it computes",
+TEST_CASE("LibTorch's attention may compare tensors if another result of the comparison would not change its output",
           "[save_step]") {
   const testing::Directory directory;
   torch::manual_seed(0);
@@ -232,11 +232,11 @@ TEST_CASE("LibTorch's attention compares tensors: it may, where no other answer 
   CHECK(refused([](auto& model, auto& of) { return model->forward(2 * of, of, of); }).empty());
   CHECK(refused([](auto& model, auto& of) { return model->forward(of, of, 2 * of); }).empty());
   CHECK(refused([](auto& model, auto& of) { return model->forward(of, 2 * of, 3 * of); }).empty());
-  // Equal for this batch: in another one what is 0 need not be.
+  // The tensors are equal in this batch; in another batch the difference need not be 0.
   const std::string equal = "got aten::equal";
   CHECK(refused([](auto& model, auto& of) { return model->forward(of + 0, of, of); }).find(equal) != std::string::npos);
   CHECK(refused([](auto& model, auto& of) { return model->forward(of, of, of + 0); }).find(equal) != std::string::npos);
-  // The objective's own comparison, beside those of the attention.
+  // The objective's comparison, in addition to the attention's.
   CHECK(refused([](auto& model, auto& of) {
           return torch::equal(of, 2 * of) ? model->forward(2 * of, of, of) : model->forward(of, of, of);
         }).find(equal) != std::string::npos);
@@ -263,7 +263,7 @@ TEST_CASE("Blocks of known networks are recorded", "[save_step]") {
   CHECK(ga::save_step(tokens, mixed, torch::randn({5, 8, 6}), directory / "step").only_these_rows.empty());
 }
 
-TEST_CASE("A graph for any number of rows only where none is in it", "[save_step]") {
+TEST_CASE("A graph is for any number of rows only if it contains no number of rows", "[save_step]") {
   const testing::Directory directory;
   auto net = perceptron();
   const auto folder = directory / "step";
@@ -293,12 +293,12 @@ TEST_CASE("A graph for any number of rows only where none is in it", "[save_step
       bag, [](auto& model, auto& of) { return model->forward(of.first, of.second).square().mean(); },
       Batch{torch::arange(4), torch::arange(4)}, folder);
   CHECK(bags.only_these_rows.starts_with("the objective throws for a row less: offsets[0] has to be 0"));
-  // One layout's reason stays when a later layout has none.
+  // One layout's reason stays if a later layout has none.
   const auto saved = ga::save_steps(net, counted_loss, std::vector{rows_of_six(2), rows_of_six(8)}, folder);
   CHECK(saved.only_these_rows.find("fewer than 3") != std::string::npos);
 }
 
-TEST_CASE("Batches of whatever type have their tensors recorded", "[save_step]") {
+TEST_CASE("Tensors of batches of any type are recorded", "[save_step]") {
   const testing::Directory directory;
   auto net = perceptron();
   const auto pair = rows_of_six(8);
@@ -322,13 +322,13 @@ TEST_CASE("Batches of whatever type have their tensors recorded", "[save_step]")
         any);
   const auto own = recorded(OwnBatch{x, y}, [&](auto& m, auto& b) { return loss(m, b.x, b.y); });
   CHECK(own.batch == "Float [8, 6], Long [8]");
-  CHECK(own.any_rows.empty());  // nothing is known of how to make another
+  CHECK(own.any_rows.empty());  // the library cannot make another batch of this type
   CHECK(recorded(ga::data::Batch{x, y}, [&](auto& m, const ga::data::Batch& b) {
           return loss(m, b.data, b.target);
         }).any_rows == any);
   CHECK(recorded(pair, counted_loss).any_rows == any);  // a plain function
 
-  // Numbers that a batch holds are seen by nobody.
+  // Numbers in a batch are not detected.
   const auto as_many = [&](auto items) {
     return error_of([&] {
       ga::save_step(
@@ -362,7 +362,7 @@ TEST_CASE("Batches of whatever type have their tensors recorded", "[save_step]")
   CHECK(recorded(x, [](auto& m, auto& b) { return m->forward(b).square().mean(); }).any_rows == "Float [*, 6]");
 }
 
-TEST_CASE("Several layouts are several graphs, and modes are recorded", "[save_step]") {
+TEST_CASE("Each layout has a graph, and modes are recorded", "[save_step]") {
   const testing::Directory directory;
   auto net = perceptron();
   net->last->eval();
@@ -378,7 +378,7 @@ TEST_CASE("Several layouts are several graphs, and modes are recorded", "[save_s
   CHECK(step.graphs[1].items == 5);
 }
 
-TEST_CASE("LibTorch's settings are recorded, for the compiler to choose the same kernels", "[save_step]") {
+TEST_CASE("LibTorch's settings are recorded, so that the compiler chooses the same kernels", "[save_step]") {
   const testing::Directory directory;
   auto model = perceptron();
   const auto settings = [&] {
@@ -419,7 +419,7 @@ TEST_CASE("A folder is replaced only if it is a step", "[save_step]") {
   CHECK(testing::text_of(directory / "other" / "thesis.tex") == "of years");
 }
 
-TEST_CASE("A step's manifest is not believed", "[save_step]") {
+TEST_CASE("A step's manifest is validated", "[save_step]") {
   const testing::Directory directory;
   auto net = perceptron();
   ga::save_step(net, counted_loss, rows_of_six(8), directory / "step");
@@ -437,5 +437,5 @@ TEST_CASE("A step's manifest is not believed", "[save_step]") {
   CHECK(error_with("graph-0.items", -2.0).find("items of graph-0 must be >= 0") != std::string::npos);
   CHECK(error_with("graph-0.items", true).find("must be of another type") != std::string::npos);
   CHECK(error_of([&] { ga::detail::read_manifest(directory / "step"); }).find("\"format\" must be") !=
-        std::string::npos);  // a state is another thing
+        std::string::npos);  // a saved state is no step
 }

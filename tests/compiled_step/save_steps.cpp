@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// save_steps FOLDER: records the steps that the tests have compiled code of, each in a folder of its own.
+// save_steps FOLDER: records the steps whose compiled code the tests use, each in a separate folder.
 
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/compiled_step.hpp>
@@ -32,7 +32,7 @@ int main(int argc, char** argv) {
     const ga::Autocast autocast(torch::kCPU, torch::kHalf);
     std::cout << ga::save_step(mlp, plain_loss<Perceptron>, rows_of_six(8), folder / "float16", {.any_rows = false});
   }
-  // For these rows alone attention is compiled as products and a softmax; for any number of rows it is LibTorch's.
+  // For this number of rows attention is compiled as products and a softmax; for any number it is LibTorch's.
   const ga::Autocast autocast(torch::kCPU, torch::kBFloat16);
   std::cout << ga::save_step(block, plain_loss<Transformer>, sentences(4), folder / "bfloat16", {.any_rows = false});
 }

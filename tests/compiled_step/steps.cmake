@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# The tests of compiled steps. When they are built, save_steps records the steps, and Python's torch, the one that LibTorch is a
-# part of, generates their C++. They are built into the tests, and one is a library that can be loaded.
+# The tests of compiled steps. When they are built, save_steps records the steps, and the Python torch that contains
+# LibTorch generates their C++. The steps are built into the tests, and one is a library that can be loaded.
 
-# gradaccum_fetch_packages(target folder size argument...): a target that fetches packages by pip to a folder, which build trees
-# share, and then touches ${PROJECT_BINARY_DIR}/<target>.stamp.
+# gradaccum_fetch_packages(target folder size argument...): a target that fetches packages by pip to a folder shared by
+# build trees, and then touches ${PROJECT_BINARY_DIR}/<target>.stamp.
 function(gradaccum_fetch_packages target folder size)
   set(stamp "${PROJECT_BINARY_DIR}/${target}.stamp")
   add_custom_command(OUTPUT "${stamp}"
@@ -50,7 +50,7 @@ set(registrations ${generated})
 list(TRANSFORM generated APPEND .cpp)
 list(TRANSFORM registrations APPEND .registration.cpp)
 add_custom_command(OUTPUT ${generated} ${registrations}
-  COMMAND "${CMAKE_COMMAND}" -E rm -rf "${folder}" # or a save that was interrupted would be refused for ever
+  COMMAND "${CMAKE_COMMAND}" -E rm -rf "${folder}" # because save_step refuses the folder of an interrupted save
   COMMAND save_steps "${folder}"
   COMMAND "${CMAKE_COMMAND}" -E env "PYTHONPATH=${packages}" "CXX=${CMAKE_CXX_COMPILER}"
     "${python}" "${CMAKE_CURRENT_SOURCE_DIR}/compiled_step/generate.py" "${folder}" ${names}
@@ -63,7 +63,7 @@ add_custom_command(OUTPUT ${generated} ${registrations}
   VERBATIM)
 add_custom_target(gradaccum.tests.steps DEPENDS ${generated} ${registrations})
 
-# The flags of tools/compile_step.py without -O3, with which the compiler takes half as long again.
+# The flags of tools/compile_step.py without -O3, which makes the compiler take half as long again.
 set(flags -std=c++20 -DNDEBUG -g0 -w -fno-trapping-math -fno-math-errno -ffp-contract=off -fno-tree-loop-vectorize
   -fopenmp -fvisibility=hidden -DTORCH_INDUCTOR_CPP_WRAPPER -DSTANDALONE_TORCH_HEADER -DC10_USING_CUSTOM_GENERATED_MACROS
   -DCPU_CAPABILITY_DEFAULT)
@@ -83,7 +83,7 @@ target_compile_definitions(gradaccum.tests.compiled_step
   PRIVATE "STEP_LIBRARY=\"$<TARGET_FILE:gradaccum.tests.step_library>\"")
 add_dependencies(gradaccum.tests.compiled_step gradaccum.tests.step_library)
 
-# What is compiled for a GPU is run on a device that computes nothing. `program`: benchmark_device_bloom.
+# Runs code that is compiled for a GPU on a device that computes nothing. `program`: benchmark_device_bloom.
 function(gradaccum_add_test_on_null_device program)
   gradaccum_find_nvcc(nvcc version)
   execute_process(COMMAND "${python}" -c "import sysconfig; print(sysconfig.get_path('include'))"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads the torch that the build fetched for its LibTorch, for scripts of the tests.
 
-The wheel is most often without the CUDA libraries that its own are linked with. Nothing of them is called here, so empty
-libraries stand in for those that are missing.
+The wheel mostly lacks the CUDA libraries that it is linked with. The scripts call none of their functions, so empty
+libraries replace the missing ones.
 """
 
 import ctypes
@@ -14,12 +14,12 @@ import subprocess
 import sys
 import tempfile
 
-# Loading looks for one variable, of this version; functions are looked for when they are called.
+# Loading requires one variable, of this version; functions are resolved when they are called.
 VARIABLE, VERSION = "int nvshmem_selected_device_transport;", "NVSHMEM { global: *; };"
 
 
 def stand_in(name, directory):
-    """A shared library of that name, without functions."""
+    """Builds a shared library of that name, without functions."""
     source, versions, library = (pathlib.Path(directory, file) for file in ("empty.c", "versions", name))
     has_versions = "nvshmem" in name
     source.write_text(VARIABLE if has_versions else "")
@@ -30,7 +30,7 @@ def stand_in(name, directory):
 
 
 def load_libraries_of_torch():
-    """Loads the library behind the module torch, and stand-ins for what it misses, which the module then finds."""
+    """Loads torch's library and stand-ins for missing ones, for the module torch to find."""
     sys.setdlopenflags(os.RTLD_LAZY)
     folder = next(path for path in map(pathlib.Path, sys.path) if (path / "torch/lib/libtorch_python.so").exists())
     loader = ctypes.CDLL(None)
@@ -46,7 +46,7 @@ def load_libraries_of_torch():
                 sys.exit(f"wheel.py: torch cannot be loaded: {problem}")
 
 
-logging.disable(logging.WARNING)  # of what only GPUs need
+logging.disable(logging.WARNING)  # about libraries that only GPUs need
 load_libraries_of_torch()
-os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"  # the code is for any processor: nothing is tried on this one
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"  # skips tests of this CPU, because the code is for any CPU
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tools"))

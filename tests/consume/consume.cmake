@@ -2,8 +2,8 @@
 #
 # cmake -D SOURCE=... -D BUILD=... -D CACHE=... -D GENERATOR=... -D PROGRAMS=... [-D WITH=...] [-D NOT_LINKED=...]
 #   -P consume.cmake
-# Configures the project in SOURCE, builds these programs of it in BUILD, and runs them with --help. WITH: more variables.
-# NOT_LINKED: what must not link, and say why.
+# Configures the project in SOURCE, builds the PROGRAMS in BUILD, and runs them with --help. WITH: more variables.
+# NOT_LINKED: a target that must fail to link, with an explanation.
 
 cmake_minimum_required(VERSION 3.25)
 

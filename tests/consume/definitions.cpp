@@ -1,4 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// All that a program without CMake needs, if its other files are compiled with GRADACCUM_COMPILED as well.
+// The only file that a program without CMake must add, if its other files are compiled with GRADACCUM_COMPILED.
 #include <gradaccum/compiled.hpp>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Trains a little with some of everything, saves and loads it, and prints the bits of what came out: the same whether
-// the definitions are header-only or compiled once.
+// Trains a little with many parts of the library, saves and loads it, and prints the bits of the result, which must be
+// the same if the definitions are header-only and if they are compiled once.
 #include <gradaccum/gradaccum.hpp>
 #include <torch/torch.h>
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Compiled twice into one program, with GRADACCUM_COMPILED and without.
+// Compiled into one program twice, with GRADACCUM_COMPILED and without.
 #include <gradaccum/gradients.hpp>
 
 #ifdef GRADACCUM_COMPILED

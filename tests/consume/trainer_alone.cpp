@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Includes, header-only, the Trainer and none of the library's optimizers: what it uses has its definitions nevertheless.
-// Linked with umbrella.cpp, too, which has all of the library once more.
+// Includes the Trainer, header-only, and none of the library's optimizers; all definitions that it uses must be
+// included. Also linked with umbrella.cpp, which includes the whole library.
 #include <gradaccum/trainer.hpp>
 
 #include <torch/torch.h>
@@ -13,7 +13,7 @@
 
 namespace ga = gradaccum;
 
-/// Of umbrella.cpp.
+/// Defined in umbrella.cpp.
 [[gnu::weak]] int updates_in_umbrella(at::Tensor parameter);
 
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Makes three updates, the last of which is of a short window. Throws if there were not three.
+// Makes three updates, the last of a shorter window. Throws if there were not three.
 #include <gradaccum/grad_accumulator.hpp>
 
 #include <stdexcept>

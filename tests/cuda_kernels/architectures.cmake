@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# What the kernels for CUDA devices are compiled for: this machine's devices, the usual ones where it has none, or what was named.
+# Tests the choice of architectures for CUDA kernels: this machine's devices, usual ones, or named ones.
 # cmake -D MODULE=cmake/GradaccumCudaKernels.cmake -D WHERE=folder -P architectures.cmake
 
 cmake_minimum_required(VERSION 3.25)
@@ -13,7 +13,7 @@ function(expect expected)
   endif()
 endfunction()
 
-# Two cards of one kind, and two others; or a driver that finds none.
+# Two equal cards and two others; or a driver that finds none.
 file(WRITE "${WHERE}/cards/nvidia-smi" "#!/bin/sh\nprintf '9.0\\n9.0\\n8.0\\n12.0\\n'\n")
 file(WRITE "${WHERE}/none/nvidia-smi" "#!/bin/sh\necho 'No devices were found'\nexit 6\n")
 file(CHMOD "${WHERE}/cards/nvidia-smi" "${WHERE}/none/nvidia-smi" PERMISSIONS OWNER_READ OWNER_WRITE OWNER_EXECUTE)

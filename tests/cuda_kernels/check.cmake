@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # cmake -D NVCC=... -D OPTIONS=... -D ARCHITECTURES=... -D SOURCE=... -D WHERE=... -P check.cmake
-# Compiles the kernels, reads what ptxas says of each, and prints its registers.
+# Compiles the kernels, reads ptxas's report of each, and prints its registers.
 
 cmake_minimum_required(VERSION 3.25)
 
-# What ptxas says of each kernel: `name|architecture|stack and spills|registers`.
+# Returns ptxas's report of each kernel: `name|architecture|stack and spills|registers`.
 function(compile source result)
   execute_process(COMMAND "${NVCC}" ${OPTIONS} -Werror all-warnings -Xptxas -v -Xcompiler -fPIC,-Wall,-Wextra,-Wno-unused-function
       -c "${source}" -o "${WHERE}/kernels.o"
@@ -32,7 +32,7 @@ math(EXPR least "28 * ${architectures}")
 if(number LESS least)
   message(FATAL_ERROR "ptxas named ${number} kernels; there must be ${least}")
 endif()
-set(most 128) # more, and fewer than two blocks of threads share a multiprocessor
+set(most 128) # with more, fewer than two blocks fit on a multiprocessor
 find_program(cxxfilt c++filt)
 foreach(kernel IN LISTS kernels)
   string(REPLACE "|" ";" kernel "${kernel}")
@@ -50,7 +50,7 @@ foreach(kernel IN LISTS kernels)
   endif()
 endforeach()
 
-# What is not in registers would have been seen.
+# Control: an array outside of registers is detected.
 file(WRITE "${WHERE}/array.cu" "__global__ void array(int* numbers, int n) {
   int last[64] = {};
   for (int i = 0; i < n; ++i) last[numbers[i] & 63] = i;

@@ -26,7 +26,7 @@ Numbers numbers_of(const at::Tensor& tensor) {
   return {flat.data_ptr<std::int64_t>(), flat.data_ptr<std::int64_t>() + flat.numel()};
 }
 
-// Lengths as those of texts: most are short, a few are long.
+// Makes lengths as of texts: most are short, a few are long.
 Numbers text_lengths(std::size_t count, std::uint32_t seed, std::int64_t longest = 200) {
   std::mt19937 numbers(seed);
   Numbers lengths;
@@ -37,7 +37,8 @@ Numbers text_lengths(std::size_t count, std::uint32_t seed, std::int64_t longest
   return lengths;
 }
 
-// Sequence i is i * 1000, i * 1000 + 1, …: every element says where it belongs. Never 0, the padding.
+// Makes sequence i with the values i * 1000, i * 1000 + 1, …, so that each element identifies its position. No value is
+// 0, the padding.
 std::vector<at::Tensor> sequences_of(const Numbers& lengths) {
   std::vector<at::Tensor> sequences;
   for (std::size_t i = 0; i < lengths.size(); ++i)
@@ -68,7 +69,7 @@ Numbers sorted(Numbers numbers) {
 
 Numbers up_to(std::size_t count) { return numbers_of(torch::arange(static_cast<std::int64_t>(count))); }
 
-// The batch by hand, element for element.
+// Compares a batch with one made by hand, element by element.
 void check_batch(const SequenceBatch& batch, const Numbers& lengths, std::int64_t padding = 0,
                  std::int64_t multiple = 1) {
   std::int64_t tokens = 0, longest = 0;
@@ -91,7 +92,7 @@ void check_batch(const SequenceBatch& batch, const Numbers& lengths, std::int64_
 
 using Shapes = std::set<std::pair<std::int64_t, std::int64_t>>;
 
-// What `summary()` says, counted batch by batch.
+// Compares `summary()` with counts, batch by batch.
 void check_summary(const LengthBuckets& buckets, std::size_t batches, const Shapes& shapes, std::int64_t tokens,
                    std::int64_t elements) {
   const auto summary = buckets.summary();
@@ -107,7 +108,7 @@ std::string text_of(const LengthBuckets& buckets) {
   return text.str();
 }
 
-// Elements of an epoch's batches, padding included.
+// Counts the elements of an epoch's batches, including padding.
 template <class Batches>
 std::int64_t elements_of(Batches& batches) {
   std::int64_t elements = 0;
@@ -117,7 +118,8 @@ std::int64_t elements_of(Batches& batches) {
 
 }  // namespace
 
-TEST_CASE("LengthBuckets: any lengths, sizes and budgets: every sequence once, padded right, within the budget") {
+TEST_CASE(
+    "LengthBuckets: any lengths, sizes and budgets: every sequence occurs once, padded correctly, within the budget") {
   std::mt19937 numbers(1);
   for (int round = 0; round < 60; ++round) {
     const auto lengths = text_lengths(numbers() % 90, static_cast<std::uint32_t>(numbers()));
@@ -150,7 +152,7 @@ TEST_CASE("LengthBuckets: any lengths, sizes and budgets: every sequence once, p
   }
 }
 
-TEST_CASE("LengthBuckets: padding is a fraction of what random batches have, and near the least there can be") {
+TEST_CASE("LengthBuckets: padding is a fraction of random batches' padding, and near the minimum") {
   const auto lengths = text_lengths(3000, 3);
   std::int64_t tokens = 0;
   for (auto length : lengths) tokens += length;
@@ -168,10 +170,10 @@ TEST_CASE("LengthBuckets: padding is a fraction of what random batches have, and
   CHECK(static_cast<double>(ours) < 1.06 * static_cast<double>(tokens));
   CHECK(static_cast<double>(ours) < 1.06 * static_cast<double>(sorted));
   CHECK(sorted <= ours);
-  CHECK(ours < elements_of(finer));  // the knob
+  CHECK(ours < elements_of(finer));  // larger mega-batches need less padding
 }
 
-TEST_CASE("LengthBuckets: a budget is made use of: fewer batches than in random order, hardly more than the least") {
+TEST_CASE("LengthBuckets: a budget gives fewer batches than random order, and hardly more than the minimum") {
   const auto lengths = text_lengths(3000, 4);
   std::int64_t tokens = 0, random = 1, longest = 0, rows = 0;
   for (auto length : lengths) {
@@ -185,12 +187,12 @@ TEST_CASE("LengthBuckets: a budget is made use of: fewer batches than in random 
   CHECK(random > 2 * size);
 }
 
-TEST_CASE("LengthBuckets: shuffled by seed and epoch alone, batches and what is in them") {
+TEST_CASE("LengthBuckets: seed and epoch alone determine the order of batches and their content") {
   const auto lengths = text_lengths(200, 5);
   auto a = make(lengths, {.batch_size = 8, .shuffle = true, .seed = 7}), b = a;
   auto c = make(lengths, {.batch_size = 8, .shuffle = true, .seed = 8});
   const auto first = epoch_of(a), second = epoch_of(a);
-  torch::manual_seed(0);  // the global generator plays no part
+  torch::manual_seed(0);  // the global generator has no influence
   const auto expected = torch::rand({2});
   torch::manual_seed(0);
   CHECK(epoch_of(b) == first);
@@ -199,13 +201,13 @@ TEST_CASE("LengthBuckets: shuffled by seed and epoch alone, batches and what is 
   CHECK(first != second);
   CHECK(epoch_of(c) != first);
 
-  // Not the same batches in another order.
+  // The batches differ, not only their order.
   std::set<Numbers> of_first, in_both;
   for (auto& batch : first) of_first.insert(sorted(batch));
   for (auto& batch : second)
     if (of_first.count(sorted(batch))) in_both.insert(batch);
   CHECK(in_both.size() < first.size() / 4);
-  // And no order of lengths among the batches: about every other is longer than the one before.
+  // Batches are not ordered by length: about every other is longer than the one before.
   std::size_t longer = 0;
   for (std::size_t i = 1; i < first.size(); ++i) {
     const auto longest = [&](auto& batch) { return lengths[static_cast<std::size_t>(batch.front())]; };
@@ -215,7 +217,7 @@ TEST_CASE("LengthBuckets: shuffled by seed and epoch alone, batches and what is 
   CHECK(longer < first.size() * 3 / 4);
 }
 
-TEST_CASE("LengthBuckets: padded to a multiple, batches have a few lengths, and fit into the budget so") {
+TEST_CASE("LengthBuckets: padded to a multiple, batches have few lengths, and fit into the budget with padding") {
   std::vector<at::Tensor> sequences;
   for (std::int64_t length = 1; length <= 40; ++length)
     sequences.push_back(torch::full({length}, length, torch::kLong));
@@ -295,7 +297,7 @@ TEST_CASE("LengthBuckets: padded to a multiple, any epoch has a shape for each p
   CHECK(was_smaller);
 }
 
-TEST_CASE("LengthBuckets: texts of the lengths of reviews have few shapes if padded to a multiple, else many") {
+TEST_CASE("LengthBuckets: texts of reviews' lengths have few shapes if padded to a multiple, and many otherwise") {
   const auto most = GENERATE(std::int64_t{256}, std::int64_t{512});
   auto generator = at::make_generator<at::CPUGeneratorImpl>(std::uint64_t{1});
   const auto drawn = torch::randn({6000}, generator).mul(0.6465).add(5.495).exp().clamp(1, most).to(at::kLong);
@@ -329,7 +331,7 @@ TEST_CASE("LengthBuckets: an epoch in numbers, by hand") {
   CHECK(text_of(make({}, {.tokens = 8, .pad_to_multiple_of = 4})) == "0 batches in 0 shapes, 0.0 % padding");
   CHECK(text_of(make(Numbers(20, 1), {.tokens = 64, .shuffle = true, .pad_to_multiple_of = 8})) ==
         "3 batches in 2 shapes, 87.5 % padding");
-  // Two of each length in any order: 2 rows of 8, 4 rows of 4, which no mega-batch but the last may leave smaller.
+  // Two of each length in any order: 2 rows of 8, 4 rows of 4; only the last mega-batch may have a smaller batch.
   Numbers lengths;
   for (int i = 0; i < 64; ++i) lengths.push_back(1 + i % 8);
   auto mixed = make(lengths, {.tokens = 16, .shuffle = true, .pad_to_multiple_of = 4, .mega_batch = 1});
@@ -351,7 +353,7 @@ TEST_CASE("LengthBuckets: an epoch in numbers, by hand") {
   CHECK(second.summary().batches == 1);
 }
 
-TEST_CASE("LengthBuckets: a list of a few batches is shuffled, too") {
+TEST_CASE("LengthBuckets: a list of few batches is shuffled, too") {
   const auto lengths = text_lengths(32, 6);
   auto buckets = make(lengths, {.batch_size = 4, .shuffle = true});
   const auto first = epoch_of(buckets);
@@ -361,7 +363,8 @@ TEST_CASE("LengthBuckets: a list of a few batches is shuffled, too") {
   CHECK(batches.size() > first.size());
 }
 
-TEST_CASE("LengthBuckets: not shuffled, the longest first, ties as they stand, and results go back in order") {
+TEST_CASE(
+    "LengthBuckets: without shuffling, the longest comes first, ties stay in order, and results can be reordered") {
   const Numbers lengths{3, 5, 1, 5, 2};
   auto buckets = make(lengths, {.batch_size = 2});
   CHECK(epoch_of(buckets) == std::vector<Numbers>{{1, 3}, {0, 4}, {2}});
@@ -385,7 +388,7 @@ TEST_CASE("LengthBuckets: drop_last leaves out the smaller batch, and no other")
   CHECK(make(lengths, {.batch_size = 4, .shuffle = true}).size() == 11);
 }
 
-TEST_CASE("LengthBuckets: token targets are padded apart, with their own lengths") {
+TEST_CASE("LengthBuckets: token targets are padded separately, with their own lengths") {
   const auto sequences = sequences_of({2, 4, 3});
   const std::vector<at::Tensor> labels{torch::tensor({7, 8, 9}), torch::tensor({5}), torch::empty({0}, at::kLong)};
   LengthBuckets buckets(sequences, labels, {.batch_size = 3});
@@ -396,7 +399,7 @@ TEST_CASE("LengthBuckets: token targets are padded apart, with their own lengths
   CHECK(numbers_of(batch.lengths) == Numbers{4, 3, 2});
   CHECK(batch.tokens == 9);
 
-  // The padding is what cross_entropy leaves out.
+  // cross_entropy ignores this padding.
   const auto scores = torch::randn({3, 3, 10}, at::kDouble);
   const auto loss = torch::cross_entropy_loss(scores.flatten(0, 1), batch.target.flatten());
   const auto log = scores.log_softmax(-1);
@@ -427,7 +430,7 @@ TEST_CASE("LengthBuckets: sequences of features, of 16 bits, of bool, and of any
   }
 }
 
-TEST_CASE("LengthBuckets: a batch is memory of its own; the sequences are the user's, not copies") {
+TEST_CASE("LengthBuckets: a batch has its own memory; sequences are not copied") {
   auto sequences = sequences_of({3, 3});
   auto targets = torch::zeros({2}, at::kLong);
   LengthBuckets buckets(sequences, targets, {.batch_size = 2});
@@ -435,12 +438,12 @@ TEST_CASE("LengthBuckets: a batch is memory of its own; the sequences are the us
   batch.data.zero_(), batch.target.fill_(9);
   CHECK(sequences[0].equal(torch::tensor({1000, 1001, 1002})));
   CHECK(targets.equal(torch::zeros({2}, at::kLong)));
-  sequences[1].fill_(4);        // seen: it is the same memory
-  sequences[0] = at::Tensor();  // not seen: the list is its own
+  sequences[1].fill_(4);        // takes effect: the memory is shared
+  sequences[0] = at::Tensor();  // no effect: the list was copied
   CHECK(buckets.begin()->data.equal(torch::tensor({{1000, 1001, 1002}, {4, 4, 4}})));
 }
 
-TEST_CASE("LengthBuckets: goes on from a saved state, in every batch of an epoch") {
+TEST_CASE("LengthBuckets: resumes from a saved state after every batch of an epoch") {
   const auto lengths = text_lengths(60, 8);
   for (const LengthBucketsOptions& options :
        {LengthBucketsOptions{.batch_size = 7, .shuffle = true, .seed = 4},
@@ -466,7 +469,7 @@ TEST_CASE("LengthBuckets: goes on from a saved state, in every batch of an epoch
   }
 }
 
-TEST_CASE("LengthBuckets: the sizes of epochs ahead are those that they turn out to have") {
+TEST_CASE("LengthBuckets: predicted sizes of later epochs are correct") {
   const auto options = GENERATE(LengthBucketsOptions{.batch_size = 7, .shuffle = true},
                                 LengthBucketsOptions{.batch_size = 7, .shuffle = true, .drop_last = true},
                                 LengthBucketsOptions{.tokens = 300, .shuffle = true, .mega_batch = 3},
@@ -482,7 +485,7 @@ TEST_CASE("LengthBuckets: the sizes of epochs ahead are those that they turn out
   CHECK(told == found);
 }
 
-TEST_CASE("LengthBuckets: a state from elsewhere is refused, and changes nothing") {
+TEST_CASE("LengthBuckets: a state of other data is refused, and changes nothing") {
   const auto lengths = text_lengths(40, 9);
   auto buckets = make(lengths, {.tokens = 300, .shuffle = true}), copy = buckets;
   const auto size = buckets.size();
@@ -511,7 +514,7 @@ TEST_CASE("LengthBuckets: a state from elsewhere is refused, and changes nothing
   CHECK(buckets.size() == size);
   CHECK(epoch_of(buckets) == epoch_of(copy));
 
-  // Refused in the middle of a loop, the loop goes on as if nothing had been asked.
+  // If a load is refused in the middle of a loop, the loop continues unchanged.
   auto half = make(lengths, {.tokens = 300, .shuffle = true}), other = half;
   std::vector<Numbers> batches;
   for (auto& batch : half) {
@@ -523,7 +526,7 @@ TEST_CASE("LengthBuckets: a state from elsewhere is refused, and changes nothing
   CHECK(sorted(joined(epoch_of(buckets))) == up_to(40));
 }
 
-TEST_CASE("LengthBuckets: one loop at a time, copies apart, a loop that was left early is followed by the next epoch") {
+TEST_CASE("LengthBuckets: one loop runs at a time except over copies; after a break the next epoch follows") {
   const auto lengths = text_lengths(40, 10);
   auto buckets = make(lengths, {.batch_size = 4, .shuffle = true}), straight = buckets;
   const auto nested = [&](LengthBuckets& inner) {
@@ -543,7 +546,7 @@ TEST_CASE("LengthBuckets: one loop at a time, copies apart, a loop that was left
   CHECK(epoch_of(left) == epoch_of(straight));
 }
 
-TEST_CASE("LengthBuckets: a part of a batch is the batch that its sequences would be") {
+TEST_CASE("LengthBuckets: a part of a batch equals the batch of its sequences") {
   auto whole = make({6, 5, 3, 2}, {.batch_size = 4});
   const auto part = whole.begin()->narrow(2, 2);
   check_batch(part, {6, 5, 3, 2});
@@ -555,7 +558,7 @@ TEST_CASE("LengthBuckets: a part of a batch is the batch that its sequences woul
   CHECK(numbers_of(tail.target_lengths) == Numbers{1, 2});
   CHECK(tagged.begin()->narrow(1, 0).rows() == 0);
 
-  // Padded to the multiple, too, so that parts have as few shapes.
+  // Parts are padded to the multiple, too, so that they have few shapes.
   auto padded = make({9, 5, 3, 2}, {.batch_size = 4, .pad_to_multiple_of = 4});
   check_batch(padded.begin()->narrow(2, 2), {9, 5, 3, 2}, 0, 4);
   check_batch(slice(*padded.begin(), 1, 3), {9, 5, 3, 2}, 0, 4);
@@ -564,7 +567,7 @@ TEST_CASE("LengthBuckets: a part of a batch is the batch that its sequences woul
   CHECK(last.target.equal(torch::tensor({{1, -100, -100}, {1, 1, -100}}, at::kFloat)));
 }
 
-TEST_CASE("LengthBuckets: empty, and refused") {
+TEST_CASE("LengthBuckets: empty data, and refused arguments") {
   for (auto shuffle : {false, true}) {
     auto none = make({}, {.batch_size = 4, .shuffle = shuffle});
     CHECK(none.size() == 0);
@@ -600,7 +603,7 @@ TEST_CASE("LengthBuckets: empty, and refused") {
   REQUIRE_ERROR("as many targets as sequences, 1, got 2", LengthBuckets({one}, both, {.batch_size = 1}));
 }
 
-TEST_CASE("LengthBuckets: on a device, the counts on the CPU", "[cuda]") {
+TEST_CASE("LengthBuckets: sequences on a device have their lengths on the CPU", "[cuda]") {
   if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
   const auto lengths = text_lengths(40, 11);
   auto sequences = sequences_of(lengths);

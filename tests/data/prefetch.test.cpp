@@ -39,7 +39,7 @@ namespace {
 
 constexpr std::int64_t all = 1000;
 
-/// A range of one's own, whose batches are valid until the next one only. `make` is called for each.
+/// A user's range, whose batches are valid only until the next one. It calls `make` for each.
 class Own {
  public:
   std::int64_t length = 6;
@@ -85,7 +85,7 @@ class Own {
   at::Tensor batch_;
 };
 
-/// It says where it is; or lies.
+/// A range with a state, which can be made wrong.
 class OwnWithState : public Own {
  public:
   std::int64_t lie = 0;
@@ -164,7 +164,7 @@ void load(Range& range, const ga::Archive& saved) {
   archive("range", range);
 }
 
-/// What a loop sees that is left after so many batches: each batch, the state there, a number that the training draws.
+/// Returns what a loop receives that breaks after `take` batches: each batch, its state, a random number.
 template <class Range>
 std::vector<std::string> seen(Range& range, std::int64_t take = all) {
   std::vector<std::string> lines;
@@ -201,7 +201,7 @@ void check_same(const MakeRange& make, const std::vector<std::int64_t>& takes = 
   }
 }
 
-/// Throws where it does not come true.
+/// Throws if the condition does not become true in time.
 void wait_until(const std::function<bool()>& done) {
   const auto begin = std::chrono::steady_clock::now();
   while (!done()) {
@@ -210,7 +210,7 @@ void wait_until(const std::function<bool()>& done) {
   }
 }
 
-// LibTorch's numbers of threads, as they were.
+// Restores LibTorch's numbers of threads.
 struct ThreadsAsBefore {
   int before = at::get_num_threads();
   ~ThreadsAsBefore() { at::set_num_threads(before); }
@@ -239,7 +239,7 @@ TEST_CASE("Prefetch: has state and size exactly where the range has them") {
   STATIC_REQUIRE(std::ranges::input_range<Prefetch<ga::data::TensorBatches&>>);
 }
 
-TEST_CASE("Prefetch: a range that is named is held by reference, another one is moved") {
+TEST_CASE("Prefetch: a named range is held by reference, a temporary is moved") {
   auto batches = tensor_batches();
   Prefetch by_reference(*batches);
   Prefetch by_value(std::move(*tensor_batches()));
@@ -253,13 +253,13 @@ TEST_CASE("Prefetch: a range that is named is held by reference, another one is 
   CHECK(taken == constant);
 }
 
-TEST_CASE("Prefetch: batches, states and random numbers are those of the range, whatever the depth") {
+TEST_CASE("Prefetch: batches, states and random numbers equal the range's at any depth") {
   check_same(tensor_batches);
   check_same(views);
   check_same(sequences);
   check_same(list);
   check_same(loader<0>);
-  check_same(loader<2>, {all, all});  // it refuses a loop after one that was left
+  check_same(loader<2>, {all, all});  // it refuses a loop after a break
   check_same(own<Own>);
   check_same(own<OwnWithState>);
   check_same(own<OwnWithSize>);
@@ -277,7 +277,7 @@ TEST_CASE("Prefetch: empty ranges") {
   check_same([] { return std::make_unique<std::vector<at::Tensor>>(); }, {all, all});
 }
 
-TEST_CASE("Prefetch: goes on from any state, and its states are the range's") {
+TEST_CASE("Prefetch: resumes from any state, and its states are the range's") {
   const auto check = [](const auto& make) {
     auto straight = make();
     seen(*straight);
@@ -301,7 +301,7 @@ TEST_CASE("Prefetch: goes on from any state, and its states are the range's") {
       const std::vector<std::string> expected(batches.begin() + done, batches.end());
       auto other = make(), plain = make();
       Prefetch resumed(*other);
-      seen(resumed, 3);  // it is somewhere else, and has left that early
+      seen(resumed, 3);  // at another position, after a break
       load(resumed, saved);
       load(*plain, saved);
       CHECK(rest(*plain) == expected);
@@ -315,7 +315,7 @@ TEST_CASE("Prefetch: goes on from any state, and its states are the range's") {
 }
 
 TEST_CASE(
-    "Prefetch: a state that is loaded inside a loop is where the loop goes on; one that does not fit changes nothing") {
+    "Prefetch: a state that is loaded inside a loop moves the loop there; one that does not fit changes nothing") {
   auto range = tensor_batches(), bare = tensor_batches();
   ga::Archive fourth, of_others;
   std::vector<std::string> batches;
@@ -338,7 +338,7 @@ TEST_CASE(
   CHECK(taken == std::vector<std::string>{batches[0], batches[1], batches[4], batches[5]});
 }
 
-TEST_CASE("Prefetch: an exception of the range comes where it would, and the range can be used again") {
+TEST_CASE("Prefetch: an exception of the range is thrown at its batch, and the range can be used again") {
   const auto run = [](auto& range, Own& own, std::int64_t at) {
     std::vector<std::string> lines;
     own.make = [at, thrown = std::make_shared<bool>(false)](std::int64_t number) {
@@ -373,7 +373,7 @@ TEST_CASE("Prefetch: a range whose begin() throws") {
   for (int i = 0; i < 2; ++i) REQUIRE_ERROR("no beginning", seen(ahead));
 }
 
-TEST_CASE("Prefetch: an exception in the loop ends it") {
+TEST_CASE("Prefetch: an exception in the loop ends the thread") {
   auto bare = tensor_batches(), range = tensor_batches();
   Prefetch ahead(*range);
   const auto fail = [](auto& batches) {
@@ -387,7 +387,7 @@ TEST_CASE("Prefetch: an exception in the loop ends it") {
   CHECK(seen(ahead) == expected);
 }
 
-TEST_CASE("Prefetch: what it refuses") {
+TEST_CASE("Prefetch: refused arguments and uses") {
   std::vector<at::Tensor> batches{torch::ones({1}), torch::ones({1})};
   REQUIRE_ERROR("Prefetch: depth must be >= 1, got 0", Prefetch(batches, {.depth = 0}));
   REQUIRE_ERROR("Prefetch: depth must be >= 1, got -1", Prefetch(batches, {.depth = -1}));
@@ -397,7 +397,7 @@ TEST_CASE("Prefetch: what it refuses") {
       for ([[maybe_unused]] auto& inner : ahead) break;
   };
   REQUIRE_ERROR("Prefetch: a second loop began inside the first", nested());
-  CHECK(seen(ahead).size() == 3);  // and can be used after that
+  CHECK(seen(ahead).size() == 3);  // usable afterwards
   struct Odd {
     int number = 0;
     at::Tensor tensor = {};
@@ -428,7 +428,7 @@ TEST_CASE("Prefetch: batches that cannot be copied are moved out of an input ran
   CHECK(taken == std::vector<int>{1, 2, 3});
 }
 
-TEST_CASE("Prefetch: is ahead by depth, and by no more") {
+TEST_CASE("Prefetch: prepares depth batches ahead, and no more") {
   for (std::int64_t depth : {1, 3}) {
     std::atomic<std::int64_t> made = 0;
     Own range;
@@ -438,7 +438,7 @@ TEST_CASE("Prefetch: is ahead by depth, and by no more") {
     for ([[maybe_unused]] auto& batch : Prefetch(range, {.depth = depth})) {
       ++taken;
       wait_until([&] { return made == std::min<std::int64_t>(taken + depth, 8); });
-      std::this_thread::sleep_for(std::chrono::milliseconds(2));  // were it to go further, it could
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));  // enough time to prepare more
       CHECK(made == std::min<std::int64_t>(taken + depth, 8));
     }
     CHECK(taken == 8);
@@ -476,7 +476,7 @@ TEST_CASE("Prefetch: the first batch is made by the loop's thread, the others by
   for (auto& made : where) CHECK_FALSE(made.gradients);
   int of_another = 0;
   std::thread([&] { of_another = at::get_num_threads(); }).join();
-  CHECK(of_another == 2);  // and no other thread is concerned
+  CHECK(of_another == 2);  // other threads are not affected
   where.clear();
   const ga::Autocast autocast(at::Device(at::kCPU), at::kBFloat16);
   for ([[maybe_unused]] auto& batch : ahead) CHECK(at::GradMode::is_enabled());
@@ -495,7 +495,7 @@ TEST_CASE("Prefetch: a meter around the loop counts what the thread allocates") 
       CHECK(meter.live_bytes() >= of_batch);
     }
     CHECK(meter.peak_bytes() >= 2 * of_batch);
-    CHECK(meter.peak_bytes() < 3 * of_batch + of_batch / 2);  // those of the targets, and the order
+    CHECK(meter.peak_bytes() < 3 * of_batch + of_batch / 2);  // targets, and the order
   }
   CHECK(meter.live_bytes() < of_batch);  // the order
 }
@@ -510,7 +510,7 @@ TEST_CASE("Prefetch: a batch must not draw from the default generators ahead of 
     const auto error = error_of([&] {
       for ([[maybe_unused]] auto& batch : Prefetch(range, {.depth = 2, .allow_draws = allow_draws})) ++taken;
     });
-    CHECK(taken == (error.empty() ? 6 : at));  // it comes at its batch
+    CHECK(taken == (error.empty() ? 6 : at));  // thrown at its batch
     return error;
   };
   const auto x = torch::ones({10});
@@ -532,7 +532,7 @@ TEST_CASE("Prefetch: a batch must not draw from the default generators ahead of 
       CHECK(contains(error, "must not draw from LibTorch's default generators"));
       CHECK(contains(error, name));
     }
-    CHECK(error_with(draw, 0) == "");  // in the loop's own thread, in order
+    CHECK(error_with(draw, 0) == "");  // in the loop's thread, in order
     CHECK(error_with(draw, 3, /*allow_draws=*/true) == "");
   }
   const std::vector<std::function<void()>> others{[&] { torch::rand({2}, generator); },
@@ -544,7 +544,7 @@ TEST_CASE("Prefetch: a batch must not draw from the default generators ahead of 
   for (auto& draw : others) CHECK(error_with(draw, 2) == "");
 }
 
-TEST_CASE("Prefetch: loops that are left anywhere, again and again") {
+TEST_CASE("Prefetch: loops can break anywhere, repeatedly") {
   auto bare = tensor_batches(), range = tensor_batches();
   for (std::int64_t depth : {1, 2, 5}) {
     Prefetch ahead(*range, {.depth = depth});
@@ -572,7 +572,7 @@ torch::nn::Sequential network() {
   return torch::nn::Sequential(torch::nn::Linear(4, 8), torch::nn::Dropout(0.3), torch::nn::Linear(8, 3));
 }
 
-/// The outputs of a batch's rows against its targets, whatever it is.
+/// Returns the loss of a batch of any type.
 template <class Batch>
 at::Tensor objective_of(torch::nn::Sequential& net, Batch& batch) {
   if constexpr (std::is_same_v<Batch, at::Tensor>)  // of Own
@@ -581,7 +581,7 @@ at::Tensor objective_of(torch::nn::Sequential& net, Batch& batch) {
     return torch::mse_loss(net->forward(batch.data).sum(1), batch.target);
   else if constexpr (requires { batch.target.sizes(); })
     return torch::mse_loss(net->forward(batch.data), batch.target);
-  else  // of a DataLoader: the target is beside the data
+  else  // from a DataLoader: data and target
     return torch::mse_loss(net->forward(batch.data.narrow(1, 0, 4)), batch.data.narrow(1, 4, 3));
 }
 
@@ -590,7 +590,7 @@ struct Trained {
   std::int64_t boundaries = 0;
 };
 
-/// A training in fresh objects, from other random numbers for each seed; it goes on from what is in the directory.
+/// Trains in new objects, with other initial random numbers for each seed; resumes from the directory's state.
 template <class MakeRange>
 Trained train(const MakeRange& make, std::optional<ga::data::PrefetchOptions> options,
               const std::filesystem::path& directory, std::int64_t stop_after, std::uint64_t seed) {
@@ -623,7 +623,7 @@ void check_trains(const MakeRange& make, std::int64_t every) {
   CHECK(difference(bare.bits, train(make, {}, directory / "other", -1, 2).bits) != "");
   for (std::int64_t at = 1; at < straight.boundaries; at += every) {
     INFO("stopped after boundary " << at << " of " << straight.boundaries);
-    for (const bool again : {true, false}) {  // what goes on is ahead, too, or is not
+    for (const bool again : {true, false}) {  // resumes with and without Prefetch
       const auto path = directory / (std::to_string(at) + (again ? "a" : "b"));
       train(make, ga::data::PrefetchOptions{.depth = 1 + at % 4}, path, at, 1);
       const auto resumed =
@@ -635,7 +635,7 @@ void check_trains(const MakeRange& make, std::int64_t every) {
 
 }  // namespace
 
-TEST_CASE("Prefetch: a training is the same to the bit, stopped anywhere and resumed") {
+TEST_CASE("Prefetch: a training stopped anywhere and resumed is bitwise the same") {
   check_trains(tensor_batches, 1);
   check_trains(sequences, 3);
   check_trains(list, 4);
@@ -643,8 +643,8 @@ TEST_CASE("Prefetch: a training is the same to the bit, stopped anywhere and res
   check_trains(own<OwnWithState>, 2);
 }
 
-// What the test above would not notice: so this must differ.
-TEST_CASE("Prefetch: a state of a batch further on makes another training") {
+// The test above would not detect a wrong state that makes no difference, so a wrong one must make a difference.
+TEST_CASE("Prefetch: a state that is one batch ahead changes the training") {
   const auto liar = [] {
     auto range = std::make_unique<OwnWithState>();
     range->lie = 1;
@@ -658,7 +658,7 @@ TEST_CASE("Prefetch: a state of a batch further on makes another training") {
   CHECK(difference(straight.bits, resumed.bits) != "");
 }
 
-TEST_CASE("Prefetch: evaluates as the range does") {
+TEST_CASE("Prefetch: evaluation equals the range's") {
   auto range = sequences(), bare = sequences();
   torch::manual_seed(0);
   auto net = network();
@@ -669,7 +669,7 @@ TEST_CASE("Prefetch: evaluates as the range does") {
   CHECK(trainer.evaluate(ahead)["loss"] == trainer.evaluate(*bare)["loss"]);
 }
 
-TEST_CASE("Prefetch: brings batches to a device without waiting for it", "[cuda]") {
+TEST_CASE("Prefetch: copies batches to a device without waiting for it", "[cuda]") {
   if (!WaitCount::possible()) SKIP("needs the emulated device, which counts");
   const at::Device device(at::kCUDA, 0);
   const auto on_device = [&](const at::Tensor& tensor) { return tensor.device() == device; };
@@ -677,7 +677,7 @@ TEST_CASE("Prefetch: brings batches to a device without waiting for it", "[cuda]
   std::vector<ga::data::Batch> taken;
   {
     Prefetch ahead(*range, {.device = device});
-    for ([[maybe_unused]] auto& batch : ahead) break;  // the device has started
+    for ([[maybe_unused]] auto& batch : ahead) break;  // initializes the device
     const WaitCount count;
     for (auto& batch : ahead) taken.push_back(batch);
     CHECK(count.waits() == 0);
@@ -702,12 +702,12 @@ TEST_CASE("Prefetch: brings batches to a device without waiting for it", "[cuda]
     CHECK(number == 7);
     CHECK_FALSE(none.defined());
   }
-  CHECK(std::get<0>(mixed[0]).is_cpu());  // those of the range stay where they are
+  CHECK(std::get<0>(mixed[0]).is_cpu());  // the range's batches are not moved
 }
 
 TEST_CASE("Prefetch: the thread works in the loop's stream and on its device", "[cuda]") {
   if (torch::cuda::device_count() < 2) SKIP("needs two CUDA devices");
-  torch::ones({1}, at::Device(at::kCUDA, 1));  // it has started
+  torch::ones({1}, at::Device(at::kCUDA, 1));  // initializes the device
   const c10::impl::VirtualGuardImpl devices(at::kCUDA);
   const at::Device device(at::kCUDA, 1);
   const c10::DeviceGuard current(device);
@@ -723,7 +723,7 @@ TEST_CASE("Prefetch: the thread works in the loop's stream and on its device", "
   CHECK(as_in_loop == std::vector<bool>(6, true));
 }
 
-TEST_CASE("Prefetch: trains on a device as the range there does", "[cuda]") {
+TEST_CASE("Prefetch: training on a device equals the range's", "[cuda]") {
   if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
   const at::Device device(at::kCUDA, 0);
   const auto train_on_device = [&](auto&& batches) {
@@ -748,7 +748,7 @@ TEST_CASE("Prefetch: trains on a device as the range there does", "[cuda]") {
   CHECK(difference(train_on_device(Prefetch(again)), expected) == "");
 }
 
-TEST_CASE("Prefetch: where no thread can be started, the error says so, and a later loop is whole") {
+TEST_CASE("Prefetch: failure to start a thread is an error that says so, and a later loop is complete") {
   ga::data::TensorBatches batches(torch::arange(12), torch::arange(12), {.batch_size = 2});
   Prefetch ahead(batches);
   std::int64_t seen = 0;

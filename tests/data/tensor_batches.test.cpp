@@ -12,7 +12,7 @@ std::vector<std::int64_t> rows_of(const at::Tensor& tensor) {
   return {flat.data_ptr<std::int64_t>(), flat.data_ptr<std::int64_t>() + flat.numel()};
 }
 
-// Every row that an epoch gives, in order; checks that inputs and targets go together.
+// Returns an epoch's rows in order; checks that inputs and targets match.
 std::vector<std::int64_t> epoch_of(ga::data::TensorBatches& batches) {
   std::vector<std::int64_t> rows;
   for (auto& batch : batches) {
@@ -36,7 +36,7 @@ const std::vector<std::int64_t> ten{0, 1, 2, 3, 4, 5, 6, 7, 8, 9};
 
 }  // namespace
 
-TEST_CASE("TensorBatches: in order, every row once, the last batch smaller or left out") {
+TEST_CASE("TensorBatches: in order, every row occurs once; the last batch is smaller or dropped") {
   auto batches = make(10, {.batch_size = 4});
   CHECK(batches.size() == 3);
   CHECK(epoch_of(batches) == ten);
@@ -49,7 +49,7 @@ TEST_CASE("TensorBatches: in order, every row once, the last batch smaller or le
   CHECK(epoch_of(whole).size() == 8);
 }
 
-TEST_CASE("TensorBatches: shuffled, every row once, another order every epoch, the same for the same seed") {
+TEST_CASE("TensorBatches: shuffled, every row occurs once, in a new order every epoch, which depends on the seed") {
   auto a = make(10, {.batch_size = 3, .shuffle = true, .seed = 7}),
        b = make(10, {.batch_size = 5, .shuffle = true, .seed = 7});
   auto c = make(10, {.batch_size = 3, .shuffle = true, .seed = 8});
@@ -57,21 +57,21 @@ TEST_CASE("TensorBatches: shuffled, every row once, another order every epoch, t
   CHECK(sorted(first) == ten);
   CHECK(first != ten);
   CHECK(first != second);
-  torch::manual_seed(0);        // the global generator plays no part
-  CHECK(epoch_of(b) == first);  // and the batch size neither: windows of small batches are large batches
+  torch::manual_seed(0);        // the global generator has no influence
+  CHECK(epoch_of(b) == first);  // nor has the batch size, so windows of small batches equal large batches
   CHECK(epoch_of(b) == second);
   const auto other = epoch_of(c);
   CHECK(other != first);
   CHECK(other != second);
 }
 
-TEST_CASE("TensorBatches: every bit of the seed counts") {
+TEST_CASE("TensorBatches: every bit of the seed matters") {
   auto a = make(10, {.shuffle = true, .seed = 5}),
        b = make(10, {.shuffle = true, .seed = 5 + (std::uint64_t{1} << 32)});
   CHECK(epoch_of(a) != epoch_of(b));
 }
 
-TEST_CASE("TensorBatches: a loop inside its own loop is refused; over a copy it is fine") {
+TEST_CASE("TensorBatches: a nested loop is refused; over a copy it is allowed") {
   auto batches = make(4, {.batch_size = 2});
   const auto nested = [&](ga::data::TensorBatches& inner) {
     int bodies = 0;
@@ -94,7 +94,7 @@ TEST_CASE("TensorBatches: does not disturb the global generator") {
   CHECK(torch::rand({2}).equal(expected));
 }
 
-TEST_CASE("TensorBatches: a loop that was left early is followed by the next epoch") {
+TEST_CASE("TensorBatches: after a break the next loop is the next epoch") {
   auto straight = make(10, {.batch_size = 2, .shuffle = true}), left = make(10, {.batch_size = 2, .shuffle = true});
   epoch_of(straight);
   for (auto& batch : left) {
@@ -104,7 +104,7 @@ TEST_CASE("TensorBatches: a loop that was left early is followed by the next epo
   CHECK(epoch_of(left) == epoch_of(straight));
 }
 
-TEST_CASE("TensorBatches: goes on from a saved state") {
+TEST_CASE("TensorBatches: resumes from a saved state") {
   auto straight = make(10, {.batch_size = 2, .shuffle = true, .seed = 4});
   epoch_of(straight);
   const auto second = epoch_of(straight), third = epoch_of(straight);
@@ -123,7 +123,7 @@ TEST_CASE("TensorBatches: goes on from a saved state") {
   REQUIRE_ERROR("a state's batch must be in [0, 5], got 6 in epoch 0", straight.load_state({0, 6}));
 }
 
-TEST_CASE("NamedTensorBatches: the same rows in the same order, of each tensor by its name") {
+TEST_CASE("NamedTensorBatches: each named tensor has the same rows in the same order") {
   const ga::data::TensorBatchesOptions options{.batch_size = 4, .shuffle = true, .seed = 3};
   const auto x = torch::arange(10).reshape({10, 1}), y = torch::arange(10) * 2;
   ga::data::TensorBatches pairs(x, y, options);
@@ -146,7 +146,7 @@ TEST_CASE("NamedTensorBatches: the same rows in the same order, of each tensor b
                 ga::data::NamedTensorBatches({{"a", x}, {"b", y.narrow(0, 0, 9)}}));
 }
 
-TEST_CASE("TensorBatches: empty, and refused") {
+TEST_CASE("TensorBatches: empty data, and refused arguments") {
   auto none = make(0, {.shuffle = true});
   CHECK(none.size() == 0);
   CHECK(epoch_of(none).empty());
@@ -157,7 +157,7 @@ TEST_CASE("TensorBatches: empty, and refused") {
   REQUIRE_ERROR("batch_size must be >= 1, got 0", TensorBatches(torch::ones({2}), torch::ones({2}), {.batch_size = 0}));
 }
 
-TEST_CASE("TensorBatches: not shuffled, a batch shares the memory of its tensors") {
+TEST_CASE("TensorBatches: without shuffling, a batch shares the memory of its tensors") {
   const auto inputs = torch::zeros({4, 2});
   ga::data::TensorBatches batches(inputs, torch::zeros({4}), {.batch_size = 2});
   CHECK(batches.begin()->data.data_ptr() == inputs.data_ptr());

@@ -19,8 +19,8 @@
 #include <utility>
 #include <vector>
 
-// Adafactor's kernels of devices, on a GPU or where the emulated device runs them on the host, against those of the
-// processor: they compute the same of each element, but add up in another order.
+// Adafactor's kernels of devices, on a GPU or on the host by the emulated device, compared to the CPU's: the formulas
+// are the same for each element, but sums are in another order.
 
 namespace ga = gradaccum;
 namespace inner = gradaccum::detail;
@@ -67,7 +67,7 @@ inner::AdafactorSettings settings_of(const AdafactorOptions& options, double ste
                         step);
 }
 
-/// A step, of which nothing is shared with another.
+/// Makes a step that shares no tensors with others.
 inner::AdafactorStep step_of(const AdafactorOptions& options, const KernelTypes& types, const at::Tensor& gradient,
                              double step = 3) {
   const auto p = torch::randn(gradient.sizes()).to(types.parameter);
@@ -103,7 +103,7 @@ inner::AdafactorShape shape_of(const inner::AdafactorStep& step) {
   return inner::AdafactorShape::of_matrices(p.numel(), p.size(-2), p.size(-1));
 }
 
-/// A launch of these tensors alone, which moves them: with memory of NaNs for what its kernels leave for one another.
+/// Launches only these tensors' steps, with NaNs in the memory that kernels pass to one another.
 void launch(const std::vector<inner::AdafactorStep>& steps, const KernelTypes& types, const KernelMultiplier& by) {
   inner::AdafactorLaunch launch{steps.front().settings, by.pointers(), {}};
   std::vector<std::pair<at::Tensor, std::unique_ptr<KernelMemory>>> copies;
@@ -128,7 +128,7 @@ void launch(const std::vector<inner::AdafactorStep>& steps, const KernelTypes& t
   for (auto& [tensor, copy] : copies) tensor.copy_(copy->result());
 }
 
-/// What the order of sums leaves of a number: some last bits, of 16 bits the last.
+/// Returns whether numbers differ only by the order of sums: in a few last bits, in 16 bits in the last.
 bool close(const at::Tensor& a, const at::Tensor& b) {
   const auto dtype = a.scalar_type();
   const double tolerance = dtype == at::kDouble ? 1e-13 : dtype == at::kFloat ? 3e-6 : dtype == at::kHalf ? 1e-3 : 8e-3;
@@ -177,7 +177,7 @@ const std::vector<std::vector<std::int64_t>> matrix_shapes{
 
 }  // namespace
 
-TEST_CASE("Adafactor's kernels of devices: vectors of all sizes and types, as the processor's", "[cuda]") {
+TEST_CASE("Adafactor's kernels of devices: vectors of all sizes and types match the processor's", "[cuda]") {
   if (!KernelsOnDevice::possible()) SKIP(KernelsOnDevice::missing);
   torch::manual_seed(3);
   std::size_t turn = 0;
@@ -186,13 +186,13 @@ TEST_CASE("Adafactor's kernels of devices: vectors of all sizes and types, as th
       check(step_of(all_options[turn++ % all_options.size()], types, torch::randn({n}, at::kDouble)), types, 0.25);
     for (auto& options : all_options) check(step_of(options, types, torch::randn({40001}, at::kDouble)), types, 1.0);
     check(step_of(all_options[0], types, torch::randn({}, at::kDouble)), types, 2.0);
-    const AdafactorOptions without_eps = AdafactorOptions().eps({0, 1e-3});  // beyond the end there may be 0 / 0
+    const AdafactorOptions without_eps = AdafactorOptions().eps({0, 1e-3});  // elements beyond the end may be 0 / 0
     check(step_of(without_eps, types, torch::randn({701}, at::kDouble), 1), types, 1.0);
     check(step_of(without_eps, types, torch::randn({70, 301}, at::kDouble), 1), types, 1.0);
   }
 }
 
-TEST_CASE("Adafactor's kernels of devices: matrices of all shapes and types, as the processor's", "[cuda]") {
+TEST_CASE("Adafactor's kernels of devices: matrices of all shapes and types match the processor's", "[cuda]") {
   if (!KernelsOnDevice::possible()) SKIP(KernelsOnDevice::missing);
   torch::manual_seed(4);
   std::size_t turn = 0;
@@ -204,7 +204,7 @@ TEST_CASE("Adafactor's kernels of devices: matrices of all shapes and types, as 
     }
 }
 
-TEST_CASE("Adafactor's kernels of devices: all settings, from the first step on", "[cuda]") {
+TEST_CASE("Adafactor's kernels of devices: all settings from the first step on", "[cuda]") {
   if (!KernelsOnDevice::possible()) SKIP(KernelsOnDevice::missing);
   torch::manual_seed(5);
   const std::vector<std::vector<std::int64_t>> shapes{{700}, {70, 300}, {300, 3, 3}};
@@ -226,7 +226,7 @@ TEST_CASE("Adafactor's kernels of devices: all settings, from the first step on"
       }
 }
 
-TEST_CASE("Adafactor's kernels of devices: odd numbers go where the processor's have them go", "[cuda]") {
+TEST_CASE("Adafactor's kernels of devices: special numbers give the processor's results", "[cuda]") {
   if (!KernelsOnDevice::possible()) SKIP(KernelsOnDevice::missing);
   torch::manual_seed(6);
   const std::vector<std::vector<std::int64_t>> shapes{{701}, {70, 301}, {30, 3, 3}};
@@ -247,7 +247,7 @@ TEST_CASE("Adafactor's kernels of devices: odd numbers go where the processor's 
         }
 }
 
-TEST_CASE("Adafactor's kernels of devices: a factor, an overflow and left out steps that the device alone knows",
+TEST_CASE("Adafactor's kernels of devices: a factor, an overflow and skipped steps that only the device knows",
           "[cuda]") {
   if (!KernelsOnDevice::possible()) SKIP(KernelsOnDevice::missing);
   torch::manual_seed(7);
@@ -277,7 +277,7 @@ TEST_CASE("Adafactor's kernels of devices: a factor, an overflow and left out st
       }
 }
 
-TEST_CASE("Adafactor's kernels of devices: a tensor's bits do not depend on what else is stepped", "[cuda]") {
+TEST_CASE("Adafactor's kernels of devices: a tensor's bits do not depend on other tensors in the step", "[cuda]") {
   if (!KernelsOnDevice::possible()) SKIP(KernelsOnDevice::missing);
   torch::manual_seed(8);
   const auto& types = all_kernel_types[1];
@@ -293,7 +293,7 @@ TEST_CASE("Adafactor's kernels of devices: a tensor's bits do not depend on what
 
 namespace {
 
-/// Parameters of many shapes and dtypes, some of which lie in memory otherwise; with gradients.
+/// Makes parameters of many shapes, dtypes and strides, with gradients.
 Parameters many_parameters(std::size_t count, at::Device where) {
   const std::array dtypes{at::kFloat, at::kBFloat16, at::kHalf, at::kDouble, at::kFloat};
   const std::vector<std::vector<std::int64_t>> shapes{{7}, {20, 30}, {6, 5, 3, 3}, {0, 3}, {}, {3, 4, 9, 10}, {300}};
@@ -314,7 +314,7 @@ Parameters many_parameters(std::size_t count, at::Device where) {
   return all;
 }
 
-/// Three updates, of two groups, divided and clipped on the way.
+/// Makes three updates of two groups, with scaling and clipping.
 Parameters updated(std::size_t count, at::Device where) {
   const auto parameters = many_parameters(count, where);
   const auto half = parameters.begin() + static_cast<std::ptrdiff_t>(count / 2);
@@ -345,17 +345,17 @@ bool all_close(const Parameters& a, const Parameters& b) {
 
 }  // namespace
 
-TEST_CASE("Adafactor's kernels of devices: any number of tensors, of any dtypes and strides, as on the processor",
+TEST_CASE("Adafactor's kernels of devices: any number of tensors, of any dtypes and strides, match the processor's",
           "[cuda]") {
   if (!KernelsOnDevice::possible()) SKIP(KernelsOnDevice::missing);
   const KernelsOnDevice kernels;
-  for (std::size_t count : {2, 3, 200, 900}) {  // 320 of a dtype are a launch
+  for (std::size_t count : {2, 3, 200, 900}) {  // a launch has up to 320 of a dtype
     CAPTURE(count);
     CHECK(all_close(updated(count, device), updated(count, host)));
   }
 }
 
-TEST_CASE("Adafactor's kernels of devices: launches for each mix of dtypes and 320 tensors, no copy, and no wait",
+TEST_CASE("Adafactor's kernels of devices: one launch for each mix of dtypes and 320 tensors, no copy, and no wait",
           "[cuda]") {
   if (!emulated_cuda::is_loaded()) SKIP(KernelsOnDevice::only_emulated);
   const auto launches_of_step = [](Adafactor& optimizer) {
@@ -387,8 +387,7 @@ TEST_CASE("Adafactor's kernels of devices: launches for each mix of dtypes and 3
   }
 }
 
-TEST_CASE("Adafactor's kernels of devices: they run out of memory before anything has moved, and take little",
-          "[cuda]") {
+TEST_CASE("Adafactor's kernels of devices: they run out of memory before any update, and need little", "[cuda]") {
   if (!emulated_cuda::is_loaded()) SKIP("only the emulated device fails an allocation that is asked to");
   const KernelsOnDevice kernels;
   const auto parameters = many_parameters(40, device);
@@ -418,7 +417,7 @@ TEST_CASE("Adafactor's kernels of devices: they run out of memory before anythin
   CHECK(inner::AdafactorMemory::bytes(shape, 4) < 4 * 4096 * 4096 / 50);
 }
 
-TEST_CASE("Adafactor's kernels of devices: trained by them, a model is as it is on the processor", "[cuda]") {
+TEST_CASE("Adafactor's kernels of devices: a trained model matches the processor's", "[cuda]") {
   if (!KernelsOnDevice::possible()) SKIP(KernelsOnDevice::missing);
   const KernelsOnDevice kernels;
   const auto trained = [](at::Device where) {

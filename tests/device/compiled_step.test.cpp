@@ -22,7 +22,7 @@
 #include <utility>
 #include <vector>
 
-// Steps of models on a device. The compiled code is a stand-in: what compile_step.py makes needs a GPU.
+// Steps of models on a device. A stand-in replaces the compiled code, because compile_step.py's needs a GPU.
 
 namespace ga = gradaccum;
 using namespace testing;
@@ -52,11 +52,11 @@ const auto objective = [](auto& model, auto& batch) {
       .with(output.detach(), batch.target);
 };
 
-/// Code of the objective's step, as compile_step.py would make it.
+/// The objective's step with the interface of compile_step.py's code.
 namespace stand_in {
 
-std::string started_on;  ///< the device that the code was last made for
-std::string refusal;     ///< what it answers to that; empty: it starts
+std::string started_on;  ///< the device for which the code was last created
+std::string refusal;     ///< the error of `create`; empty: none
 int runs = 0;
 
 const char* create(void** container, const char* on) {
@@ -94,7 +94,7 @@ void* const functions[] = {reinterpret_cast<void*>(&create), reinterpret_cast<vo
                            reinterpret_cast<void*>(&run), reinterpret_cast<void*>(&inputs),
                            reinterpret_cast<void*>(&outputs)};
 
-/// Puts the code into this program for a recorded step, which compile_step.py would have completed so.
+/// Registers the code in this program for a recorded step, as compile_step.py would complete it.
 ga::InProgram of(const std::filesystem::path& folder) {
   auto manifest = ga::detail::read_manifest(folder, ga::detail::step_format);
   manifest.values["graph-0.code"] = std::string("5eed");
@@ -106,7 +106,7 @@ ga::InProgram of(const std::filesystem::path& folder) {
 
 }  // namespace stand_in
 
-/// The numbers that stand for a tensor in the sample of an exported model.
+/// Returns the summary of a tensor in the sample of an exported model.
 at::Tensor summary(const at::Tensor& tensor) {
   const auto flat = tensor.detach().cpu().to(at::kDouble).reshape(-1);
   const auto last = flat.numel() - 1, count = std::min<std::int64_t>(flat.numel(), 64);
@@ -116,7 +116,7 @@ at::Tensor summary(const at::Tensor& tensor) {
   return torch::stack(numbers);
 }
 
-/// Makes a folder as gradaccum_export.py would of a network and a batch, with its results in the sample.
+/// Makes a folder as gradaccum_export.py would, of a network and a batch, with its results in the sample.
 ga::InProgram exported(torch::nn::Sequential& model, const Example& batch, const std::filesystem::path& folder) {
   ga::save_step(model, objective, batch, folder, {.any_rows = false});
   const auto in_program = stand_in::of(folder);
@@ -195,7 +195,7 @@ TEST_CASE("save_step: a model on a device", "[cuda]") {
 TEST_CASE("CompiledStep: trains on a device as the objective does", "[cuda]") {
   if (!torch::cuda::is_available()) SKIP(missing);
   ga::CompiledStepReport report;
-  const bool graphs = testing::has_graphs(device);  // before there are steps
+  const bool graphs = testing::has_graphs(device);  // before steps are made
   for (const bool in_float16 : {false, true}) {
     CAPTURE(in_float16);
     const auto wanted = trained(in_float16, false), got = trained(in_float16, true, &report),
@@ -214,7 +214,7 @@ TEST_CASE("CompiledStep: trains on a device as the objective does", "[cuda]") {
   }
 }
 
-TEST_CASE("CompiledStep: what does not fit a device is refused", "[cuda]") {
+TEST_CASE("CompiledStep: steps that do not match a device are refused", "[cuda]") {
   if (!torch::cuda::is_available()) SKIP(missing);
   const Directory directory;
   auto model = make_network();
@@ -234,10 +234,10 @@ TEST_CASE("CompiledStep: what does not fit a device is refused", "[cuda]") {
                  "it had '0.weight Float [16, 4] on cuda parameter', now '0.weight Float [16, 4] parameter'"));
   const Example on_cpu(batch.data.cpu(), batch.target.cpu());
   step(on_cpu).backward();
-  CHECK(step.report().why_eager.size() == 1);  // the model had other tensors
+  CHECK(step.report().why_eager.size() == 1);  // the model's tensors changed
 }
 
-TEST_CASE("CompiledStep: does not wait for a device, but where float16 asks for the seed", "[cuda]") {
+TEST_CASE("CompiledStep: does not wait for a device, except to read the seed with float16", "[cuda]") {
   if (!torch::cuda::is_available() || !WaitCount::possible()) SKIP("needs the emulated device, which counts");
   for (const bool in_float16 : {false, true}) {
     const Directory directory;
@@ -246,14 +246,14 @@ TEST_CASE("CompiledStep: does not wait for a device, but where float16 asks for 
     const auto batch = batches_on_device({4})[0];
     ga::save_step(model, objective, batch, directory / "step", {.any_rows = false});
     ga::CompiledStep step(model, objective, stand_in::of(directory / "step"));
-    for (int i = 0; i < 3; ++i) step(batch).mean.backward();  // checked, and captured where that is possible
+    for (int i = 0; i < 3; ++i) step(batch).mean.backward();  // checked, and captured if possible
     const WaitCount count;
     for (int i = 0; i < 3; ++i) step(batch).mean.backward();
     CHECK(count.waits() == (in_float16 ? 3 : 0));
   }
 }
 
-TEST_CASE("ExportedModel: on the device that it was exported for", "[cuda]") {
+TEST_CASE("ExportedModel: runs on the device that it was exported for", "[cuda]") {
   if (!torch::cuda::is_available()) SKIP(missing);
   const Directory directory;
   auto network = make_network();

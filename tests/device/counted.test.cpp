@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-// The table of docs/optimizers.md that counts what a step on a device takes says what it takes.
+// Checks the table of docs/optimizers.md that counts a step's operations and memory on a device.
 
 namespace ga = gradaccum;
 using namespace testing;
@@ -34,7 +34,7 @@ std::vector<at::Tensor> parameters_of(std::size_t count, at::ScalarType dtype) {
   return parameters;
 }
 
-/// Operations on the device, from the second time on.
+/// Counts operations on the device, in a second step.
 std::int64_t launches_of(const std::function<void()>& step) {
   step();
   emulated_cuda::reset_counts();
@@ -42,7 +42,7 @@ std::int64_t launches_of(const std::function<void()>& step) {
   return emulated_cuda::counts().launches;
 }
 
-/// Of a step with a factor that the host knows.
+/// Counts the launches of a step with a factor that the host knows.
 template <class Optimizer, class Options>
 std::int64_t launches_of_step(std::size_t count, at::ScalarType dtype, Options options, bool rounded) {
   const auto parameters = parameters_of(count, dtype);
@@ -84,7 +84,7 @@ const std::map<std::string, Row> rows{
 
 }  // namespace
 
-TEST_CASE("docs/optimizers.md counts what a step on a device takes", "[cuda]") {
+TEST_CASE("docs/optimizers.md counts the operations and memory of a step on a device", "[cuda]") {
   if (!emulated_cuda::is_loaded()) SKIP(KernelsOnDevice::only_emulated);
   const auto text = text_of(DOCS "/optimizers.md");
   for (auto& named : rows) {
@@ -96,7 +96,7 @@ TEST_CASE("docs/optimizers.md counts what a step on a device takes", "[cuda]") {
     std::vector<std::string> cells;
     std::istringstream line(text.substr(line_begin + 1, text.find('\n', line_begin + 1) - line_begin - 1));
     for (std::string cell; std::getline(line, cell, '|');) cells.push_back(cell);
-    REQUIRE(cells.size() == 7);  // nothing, name, bytes, bytes of ATen, launches, operations of ATen, bound
+    REQUIRE(cells.size() == 7);  // empty, name, bytes, bytes of ATen, launches, operations of ATen, bound
     const auto by_aten = [&] {
       const KernelsOnDevice none(nullptr);
       return counted.launches(1, counted.dtype);

@@ -24,7 +24,7 @@
 #include <utility>
 #include <vector>
 
-// A graphed step is the objective to the bit: losses, outputs, gradients, buffers, random numbers.
+// A graphed step is bitwise the objective: losses, outputs, gradients, buffers, random numbers.
 
 namespace ga = gradaccum;
 using namespace testing;
@@ -60,7 +60,7 @@ const auto objective = [](auto& model, auto& batch) {
       .with(output.detach(), batch.target);
 };
 
-/// What a training has left.
+/// The results of a training.
 struct Trained {
   at::Tensor parameters, buffers, losses, outputs, next_random;
   bool operator==(const Trained& other) const {
@@ -118,7 +118,7 @@ Trained trained(bool graphed, const Training& how = {}, ga::GraphedStepReport* r
           torch::rand({5}, device).cpu()};
 }
 
-/// What a step may not change but by its loss.
+/// Values that a step must not change except by its loss.
 struct Traces {
   explicit Traces(const torch::nn::Sequential& model)
       : model_(model), buffers_(all_of(model->buffers())), parameters_(all_of(model->parameters())) {
@@ -141,8 +141,8 @@ struct Traces {
 
 }  // namespace
 
-TEMPLATE_TEST_CASE("GraphedStep: trains as the objective does, to the bit", "[cuda]", torch::optim::SGD,
-                   ga::optim::AdamW, ga::optim::Adafactor) {
+TEMPLATE_TEST_CASE("GraphedStep: trains bitwise as the objective does", "[cuda]", torch::optim::SGD, ga::optim::AdamW,
+                   ga::optim::Adafactor) {
   if (!has_graphs()) SKIP(missing);
   ga::GraphedStepReport report;
   const auto graphed = trained<TestType>(true, {}, &report);
@@ -197,7 +197,7 @@ TEST_CASE("GraphedStep: replaces the objective of loss.backward() and of a Train
   CHECK(at::equal(results[1], results[3]));
 }
 
-TEST_CASE("GraphedStep: what is captured leaves no trace, and nobody waits afterwards", "[cuda]") {
+TEST_CASE("GraphedStep: a capture changes nothing, and later steps do not wait", "[cuda]") {
   if (!has_graphs()) SKIP(missing);
   auto model = make_network();
   ga::GraphedStep step(model, objective);
@@ -205,12 +205,12 @@ TEST_CASE("GraphedStep: what is captured leaves no trace, and nobody waits after
   const Traces traces(model);
   const ga::detail::RandomState before;
   const c10::WarningUtils::WarnAlways always;
-  const Warnings warnings;  // as of a gradient that comes from another stream than its accumulator's
+  const Warnings warnings;  // such as of a gradient on another stream than its accumulator's
   step(batches[0]);
   before.restore();
   auto other = make_network();
   objective(other, batches[0]);
-  CHECK(at::equal(all_of(model->buffers()), all_of(other->buffers())));  // they moved once
+  CHECK(at::equal(all_of(model->buffers()), all_of(other->buffers())));  // they changed once
   for (auto& parameter : model->parameters()) CHECK_FALSE(parameter.grad().defined());
   step(batches[1]).backward();
   CHECK(warnings.texts().empty());
@@ -224,7 +224,8 @@ TEST_CASE("GraphedStep: what is captured leaves no trace, and nobody waits after
   }
 }
 
-TEST_CASE("GraphedStep: frozen, unused and shared gradients; parameters that move, and other modes", "[cuda]") {
+TEST_CASE("GraphedStep: frozen, unused and shared gradients; parameters that change their memory, and other modes",
+          "[cuda]") {
   if (!has_graphs()) SKIP(missing);
   const auto sum = [](auto& net, auto& batch) {
     const auto named = net->named_parameters();
@@ -254,13 +255,13 @@ TEST_CASE("GraphedStep: frozen, unused and shared gradients; parameters that mov
     const auto hook = weight.register_hook([](const at::Tensor& gradient) { return gradient * 2; });
     run();
     weight.remove_hook(hook);
-    for (auto& parameter : model->parameters()) parameter.set_data(parameter.detach() * 2);  // other memory
+    for (auto& parameter : model->parameters()) parameter.set_data(parameter.detach() * 2);  // new memory
     run();
     model->eval();
     run();
     model->train();
     run();
-    if (graphed) CHECK(step.report().captured == 4);  // once for each change; the modes of before are still there
+    if (graphed) CHECK(step.report().captured == 4);  // once for each change; earlier modes are still captured
     results.push_back(std::move(seen));
   }
   for (std::size_t i = 0; i < results[0].size(); ++i) {
@@ -269,7 +270,7 @@ TEST_CASE("GraphedStep: frozen, unused and shared gradients; parameters that mov
   }
 }
 
-TEST_CASE("GraphedStep: names what cannot be captured, and leaves all as it was", "[cuda]") {
+TEST_CASE("GraphedStep: names objectives that cannot be captured, and changes nothing", "[cuda]") {
   if (!has_graphs()) SKIP(missing);
   if (!forgets_failed_captures()) SKIP(spoils);
   auto model = make_network();
@@ -283,7 +284,7 @@ TEST_CASE("GraphedStep: names what cannot be captured, and leaves all as it was"
       CHECK(contains(error, "GraphedStep: aten::" + name + " cannot be captured: CUDA error: operation not permitted"));
       CHECK(traces.none());
     }
-    ga::GraphedStep right(model, objective);  // the device is as usable as before
+    ga::GraphedStep right(model, objective);  // the device is still usable
     right(batches[0]).backward();
     model->zero_grad();
   };
@@ -295,7 +296,7 @@ TEST_CASE("GraphedStep: names what cannot be captured, and leaves all as it was"
          "masked_select");
 }
 
-TEST_CASE("GraphedStep: finds numbers of C++ that are others for another batch", "[cuda]") {
+TEST_CASE("GraphedStep: detects numbers of C++ that depend on the batch", "[cuda]") {
   if (!has_graphs()) SKIP(missing);
   auto model = make_network();
   auto batches = batches_on_device({4, 4, 4});
@@ -332,12 +333,12 @@ TEST_CASE("GraphedStep: batches of sequences, whose lengths are on the CPU", "[c
     for (auto& parameter : model->parameters()) results.push_back(parameter.grad().cpu());
     if (graphed) CHECK(step.report().replayed == 16);
     if (graphed) CHECK(step.report().captured == 2);
-    if (graphed) CHECK(runs == 2 * 4);  // lengths that it does not read are not compared
+    if (graphed) CHECK(runs == 2 * 4);  // unread lengths are not compared
   }
   for (std::size_t i = 0; i < results.size() / 2; ++i) CHECK(at::equal(results[i], results[i + results.size() / 2]));
 }
 
-TEST_CASE("GraphedStep: an objective that reads values on the CPU runs for all other values", "[cuda]") {
+TEST_CASE("GraphedStep: an objective that reads values on the CPU runs again for all other values", "[cuda]") {
   if (!has_graphs()) SKIP(missing);
   using Batch = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
   auto model = make_network();
@@ -361,7 +362,7 @@ TEST_CASE("GraphedStep: an objective that reads values on the CPU runs for all o
   CHECK(step.report().replayed == 4);
   CHECK(step.report().eager == 2);
   CHECK(step.report().why_eager.at("values on the CPU that are not those captured") == 2);
-  same(3, 2);  // values that are not read belong to what is captured, as the others are
+  same(3, 2);  // unread values are compared, too
   CHECK(step.report().eager == 3);
 }
 
@@ -372,12 +373,12 @@ TEST_CASE("GraphedStep: data parallel training on two devices", "[cuda]") {
   for (const bool graphed : {false, true}) {
     std::vector<at::Tensor> of_rank(2);
     std::vector<torch::nn::Sequential> models{make_network(), make_network()};
-    std::mutex one_captures;  // ranks are processes, and have random numbers of their own
+    std::mutex one_captures;  // ranks are normally processes with separate random numbers
     tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
       const auto rank = static_cast<std::size_t>(group.rank());
       const at::Device own(at::kCUDA, static_cast<at::DeviceIndex>(rank));
       auto& model = models[rank];
-      model[3]->eval();  // whose random numbers those of the other rank would depend on
+      model[3]->eval();  // without dropout, because ranks share random numbers here
       model->to(own);
       ga::GraphedStep step(model, objective);
       ga::optim::AdamW wrapped(model->parameters(), 0.01);
@@ -404,7 +405,7 @@ TEST_CASE("GraphedStep: data parallel training on two devices", "[cuda]") {
   CHECK_FALSE(at::equal(results[0], all_of(make_network()->parameters())));
 }
 
-TEST_CASE("GraphedStep: runs the objective where there is no graph, and says why", "[cuda]") {
+TEST_CASE("GraphedStep: runs the objective without a graph, and reports why", "[cuda]") {
   if (!has_graphs()) SKIP(missing);
   const auto reasons = [](const auto& step) {
     std::ostringstream text;
@@ -424,7 +425,7 @@ TEST_CASE("GraphedStep: runs the objective where there is no graph, and says why
     for (std::size_t i = 0; i < model->parameters().size(); ++i)
       CHECK(at::equal(model->parameters()[i].grad(), other->parameters()[i].grad()));
     CHECK(contains(reasons(step), "1: the loss before has not been backward yet"));
-    step(batches[1]);  // its loss is gone
+    step(batches[1]);  // its loss is destroyed
     step(batches[0]);
     CHECK(step.report().replayed == 3);
   }
@@ -434,7 +435,7 @@ TEST_CASE("GraphedStep: runs the objective where there is no graph, and says why
     step(batches[1]);
     for (int use = 0; use < 4; ++use) step(batches[2]);
     CHECK(contains(reasons(step), "4: more layouts than .graphs = 1"));
-    step(batches[2]);  // used much more often than the other by now
+    step(batches[2]);  // by now used much more often than the other
     CHECK(step.report().replayed == 3);
     CHECK(step.report().captured == 2);
     step(batches[0]);
@@ -521,7 +522,7 @@ TEST_CASE("GraphedStep: runs the objective where there is no graph, and says why
   }
 }
 
-TEST_CASE("GraphedStep: memory that runs out in a capture leaves all as it was", "[cuda]") {
+TEST_CASE("GraphedStep: running out of memory in a capture changes nothing", "[cuda]") {
   if (!has_graphs() || !FailingAllocation::possible()) SKIP(missing);
   auto batches = batches_on_device({4, 4});
   const auto expected = [&] {
@@ -539,7 +540,7 @@ TEST_CASE("GraphedStep: memory that runs out in a capture leaves all as it was",
       step(batches[0]);
       done = true;
     } catch (const c10::Error&) {
-      if (step.report().replayed > 0) continue;  // in the middle of a step, as an objective would be
+      if (step.report().replayed > 0) continue;  // in the middle of a step, as in the objective
       CHECK(traces.none());
     }
     if (done) break;

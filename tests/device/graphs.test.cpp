@@ -22,7 +22,7 @@
 #include <utility>
 #include <vector>
 
-// The emulated device captures and replays graphs as a GPU does: what holds here is what GraphedStep stands on.
+// The emulated device captures and replays graphs as a GPU does; GraphedStep relies on these properties.
 
 namespace ga = gradaccum;
 using namespace testing;
@@ -63,7 +63,7 @@ std::unique_ptr<Graph> captured(c10::function_ref<void()> work, c10::MempoolId_t
   return graph;
 }
 
-/// The device's, which is shared.
+/// The device's shared generator.
 at::Generator generator() { return at::globalContext().defaultGenerator(device); }
 at::Tensor random_state() { return generator().get_state(); }
 
@@ -78,7 +78,7 @@ bool equal(const Tensors& a, const Tensors& b) {
                     [](auto& left, auto& right) { return at::equal(left, right); });
 }
 
-/// A training's forward and backward, with all that a step may write to: buffers, and the device's random numbers.
+/// Forward and backward of a training that write to buffers and use the device's random numbers.
 struct Training {
   torch::nn::Sequential model;
   at::Tensor input = torch::randn({5, 4}, device), target = torch::randn({5, 3}, device);
@@ -122,10 +122,10 @@ const std::string spoiled = "operation failed due to a previous error during cap
 
 }  // namespace
 
-TEST_CASE("device: a step that is replayed gives the bits of the eager one", "[cuda]") {
+TEST_CASE("device: a replayed step gives the bits of the eager one", "[cuda]") {
   if (!emulated_cuda::is_loaded()) SKIP(KernelsOnDevice::only_emulated);
   const auto stream = new_stream();
-  const auto stream_of_backward = GENERATE(false, true) ? new_stream() : stream;  // which that of forward joins
+  const auto stream_of_backward = GENERATE(false, true) ? new_stream() : stream;  // joined by the stream of forward
   Training training;
   const auto before = training.state();
   at::Tensor loss;
@@ -133,7 +133,7 @@ TEST_CASE("device: a step that is replayed gives the bits of the eager one", "[c
   const auto forward = captured([&] { loss = training.loss(); }, new_pool, stream);
   const auto backward = captured([&] { gradients = training.gradients(loss); }, forward->pool(), stream_of_backward);
   CHECK(equal(training.state(), before));
-  CHECK(loss.isnan().item<bool>());  // nothing was computed
+  CHECK(loss.isnan().item<bool>());  // captured only
   CHECK(backward->pool() == forward->pool());
 
   for (int step = 0; step < 3; ++step) {
@@ -147,7 +147,7 @@ TEST_CASE("device: a step that is replayed gives the bits of the eager one", "[c
     results.push_back(loss.detach().clone());
 
     training.set_state(start);
-    const c10::StreamGuard guard(stream);  // on which the parameters' accumulators of gradients are
+    const c10::StreamGuard guard(stream);  // the stream of the parameters' gradient accumulators
     const auto eager_loss = training.loss();
     auto eager = training.gradients(eager_loss);
     eager.push_back(eager_loss.detach());
@@ -157,7 +157,7 @@ TEST_CASE("device: a step that is replayed gives the bits of the eager one", "[c
   }
 }
 
-TEST_CASE("device: a graph has the host's numbers as they were, and the device's as they are", "[cuda]") {
+TEST_CASE("device: a graph keeps the host's old numbers, and reads the device's current ones", "[cuda]") {
   if (!emulated_cuda::is_loaded()) SKIP(KernelsOnDevice::only_emulated);
   const auto x = torch::ones({3}, device);
   auto of_host = torch::full({}, 2.0);
@@ -166,7 +166,7 @@ TEST_CASE("device: a graph has the host's numbers as they were, and the device's
   const auto to_host = torch::zeros({3}, at::TensorOptions().pinned_memory(true));
   double factor = 10;
   const auto numbers = torch::rand({20}, device).unbind();
-  const auto scaled = [&] {  // the factor is of float64, but no reason to compute in that
+  const auto scaled = [&] {  // the float64 factor does not change the dtype
     Tensors results;
     for (auto& number : numbers) results.push_back(number * 0.1);
     return results;
@@ -210,7 +210,7 @@ TEST_CASE("device: indices that a captured forward computes serve its backward",
   CHECK(at::equal(gradient, torch::autograd::grad({eager}, {table})[0]));
 }
 
-TEST_CASE("device: results in tensors that are given, resized or shared", "[cuda]") {
+TEST_CASE("device: results in given, resized or shared tensors", "[cuda]") {
   if (!emulated_cuda::is_loaded()) SKIP(KernelsOnDevice::only_emulated);
   const auto a = torch::randn({3, 4}, device), b = torch::randn({4, 2}, device);
   auto out = torch::empty({0}, device), transposed = torch::randn({4, 3}, device);
@@ -231,7 +231,7 @@ TEST_CASE("device: results in tensors that are given, resized or shared", "[cuda
   CHECK(at::equal(sum, torch::cat({out.view({-1}), transposed.view({-1})}).sum()));
 }
 
-TEST_CASE("device: what waits cannot be captured, and leaves the stream usable", "[cuda]") {
+TEST_CASE("device: waiting operations cannot be captured, and leave the stream usable", "[cuda]") {
   if (!emulated_cuda::is_loaded()) SKIP(KernelsOnDevice::only_emulated);
   const auto x = torch::arange(1.0, 5.0, device);
   auto host = torch::zeros({4}), pinned = torch::zeros({4}, at::TensorOptions().pinned_memory(true));
@@ -272,7 +272,7 @@ TEST_CASE("device: what waits cannot be captured, and leaves the stream usable",
     host.zero_();
     pinned.zero_();
     x.copy_(torch::arange(1.0, 5.0));
-    begin(*graph);  // the same one, and the same stream
+    begin(*graph);  // the same graph and stream
     x.add_(1);
     graph->capture_end();
     graph->replay();
@@ -281,7 +281,7 @@ TEST_CASE("device: what waits cannot be captured, and leaves the stream usable",
   }
 }
 
-TEST_CASE("device: where a capture may begin and end, and what it takes", "[cuda]") {
+TEST_CASE("device: where a capture may begin and end, and its work", "[cuda]") {
   if (!emulated_cuda::is_loaded()) SKIP(KernelsOnDevice::only_emulated);
   const auto graph = new_graph(), other = new_graph();
   const auto x = torch::ones({2}, device), elsewhere = torch::ones({2}, at::Device(at::kCUDA, 1));
@@ -295,11 +295,11 @@ TEST_CASE("device: where a capture may begin and end, and what it takes", "[cuda
   x.add_(1);
   {
     const c10::StreamGuard outside(new_stream());
-    x.mul_(3);                            // is executed
-    CHECK(x.sum().item<double>() == 12);  // on the emulated device, what is captured has been executed, too
+    x.mul_(3);                            // executed
+    CHECK(x.sum().item<double>() == 12);  // the emulated device also executes captured work
     CHECK(error_of([&] { graph->capture_end(); }) != "none");
   }
-  elsewhere.add_(1);  // another device is executed
+  elsewhere.add_(1);  // work on another device is executed
   const auto another = generator().clone();
   CHECK_THAT(error_of([&] { x.uniform_(0, 1, another); }), Catch::Matchers::Contains("not in capture mode"));
   graph->capture_end();
@@ -315,7 +315,7 @@ TEST_CASE("device: where a capture may begin and end, and what it takes", "[cuda
   CHECK(std::unique_ptr<Graph>(emulated_cuda::new_graph()) != nullptr);
 }
 
-TEST_CASE("device: streams that wait for one that is captured are captured with it", "[cuda]") {
+TEST_CASE("device: streams that wait for a captured stream are captured with it", "[cuda]") {
   if (!emulated_cuda::is_loaded()) SKIP(KernelsOnDevice::only_emulated);
   const auto x = torch::ones({2}, device), weight = torch::ones({2}, device).requires_grad_();
   const auto stream = new_stream(), joined = new_stream();
@@ -330,19 +330,19 @@ TEST_CASE("device: streams that wait for one that is captured are captured with 
       new_pool, stream);
   {
     const c10::StreamGuard guard(joined);
-    x.mul_(3);  // is no part of it any more
+    x.mul_(3);  // not captured any more
   }
   CHECK(x.sum().item<double>() == 6);
   graph->replay();
   CHECK(x.sum().item<double>() == 8);
 
-  // Gradients are added on the stream of their accumulator, which is older here.
+  // Gradients are accumulated on the stream of their accumulator, which was made before here.
   const auto older = weight * 2;
   const auto gradient = [&] { captured([&] { torch::autograd::grad({(weight * x + weight * 3).sum()}, {weight}); }); };
   CHECK_THAT(error_of(gradient), Catch::Matchers::Contains("would make the legacy stream depend"));
 }
 
-TEST_CASE("device: a graph that goes while it captures undoes that", "[cuda]") {
+TEST_CASE("device: a graph that is destroyed during a capture undoes it", "[cuda]") {
   if (!emulated_cuda::is_loaded()) SKIP(KernelsOnDevice::only_emulated);
   const auto x = torch::ones({2}, device);
   const c10::StreamGuard guard(new_stream());
@@ -356,11 +356,11 @@ TEST_CASE("device: a graph that goes while it captures undoes that", "[cuda]") {
   CHECK(x.sum().item<double>() == 4);
 }
 
-TEST_CASE("device: a graph's memory is its own while it or another one of its pool lives", "[cuda]") {
+TEST_CASE("device: a graph's memory is not reused while it or another one of its pool lives", "[cuda]") {
   if (!emulated_cuda::is_loaded()) SKIP(KernelsOnDevice::only_emulated);
   constexpr std::int64_t of_a_mebibyte = 1 << 18;
   const auto x = torch::ones({of_a_mebibyte}, device);
-  // Whole ones: autograd's threads may still free what earlier tests had, which is less.
+  // Rounds to MiB, because autograd's threads may still free small tensors of earlier tests.
   const auto mebibytes = [] { return emulated_cuda::memory().bytes >> 20; };
   const auto before = mebibytes();
   const void* address = nullptr;
@@ -385,13 +385,13 @@ TEST_CASE("device: a graph's memory is its own while it or another one of its po
   first.reset();
   CHECK(mebibytes() == with_graphs);
   second.reset();
-  CHECK(mebibytes() == before + 1);  // of what is kept, which is ordinary memory now
+  CHECK(mebibytes() == before + 1);  // the kept tensor, which is ordinary memory now
   CHECK(kept.sum().item<double>() == 4 * of_a_mebibyte);
   kept.reset();
   CHECK(mebibytes() == before);
 }
 
-TEST_CASE("device: a replay is one launch, and takes no memory", "[cuda]") {
+TEST_CASE("device: a replay is one launch, and allocates no memory", "[cuda]") {
   if (!emulated_cuda::is_loaded()) SKIP(KernelsOnDevice::only_emulated);
   Training training;
   at::Tensor loss;
@@ -410,7 +410,7 @@ TEST_CASE("device: a replay is one launch, and takes no memory", "[cuda]") {
   CHECK(emulated_cuda::memory().allocations == allocations);
 }
 
-TEST_CASE("device: the library's own kernels are captured", "[cuda]") {
+TEST_CASE("device: the library's kernels are captured", "[cuda]") {
   if (!emulated_cuda::is_loaded()) SKIP(KernelsOnDevice::only_emulated);
   const KernelsOnDevice kernels;
   const Tensors gradients{torch::randn({40, 30}, device), torch::randn({70}, device)};

@@ -20,8 +20,8 @@
 #include <optional>
 #include <vector>
 
-// The kernels of devices give the numbers of the processor's, to the bit where that multiplies and adds in one
-// instruction: on a GPU, and, from the same source, where the emulated device runs them on the host.
+// Kernels of devices match the CPU's, bitwise if the CPU has fused multiply-add: on a GPU, and, from the same source,
+// on the host by the emulated device.
 
 namespace ga = gradaccum;
 namespace inner = gradaccum::detail;
@@ -34,7 +34,7 @@ const at::Device host(at::kCPU), device(at::kCUDA, 0);
 /// The portable kernels multiply and add in two steps.
 bool has_fused_multiply_add() { return inner::instruction_set() != inner::InstructionSet::portable; }
 
-/// The same bits, but of NaN.
+/// Returns whether two tensors have the same bits, except for NaN.
 bool same_bits(const at::Tensor& a, const at::Tensor& b) {
   const auto dtype = a.element_size() == 8   ? at::kLong
                      : a.element_size() == 4 ? at::kInt
@@ -49,10 +49,10 @@ bool agree(const at::Tensor& kernel, const at::Tensor& processor) {
   return has_fused_multiply_add() ? same_bits(kernel, processor) : close_to_rounding(kernel, processor);
 }
 
-/// Tensors of one step: parameter, gradient and state.
+/// The tensors of one step: parameter, gradient and state.
 using Arrays = std::vector<at::Tensor>;
 
-/// Copies for a kernel: all aligned, or each other one not, in turn.
+/// Copies for a kernel: all aligned, or every other one misaligned.
 class KernelArrays {
  public:
   explicit KernelArrays(const Arrays& arrays) {
@@ -217,7 +217,7 @@ TEST_CASE("kernels of devices: Adam8bit of all sizes, types and settings, to the
 
 namespace {
 
-/// Parameters of many sizes and dtypes, some of which lie in memory otherwise; with gradients.
+/// Makes parameters of many sizes, dtypes and strides, with gradients.
 std::vector<at::Tensor> many_parameters(std::size_t count, at::Device where) {
   const std::array dtypes{at::kFloat, at::kBFloat16, at::kHalf, at::kDouble, at::kFloat};
   std::vector<at::Tensor> all;
@@ -235,7 +235,7 @@ std::vector<at::Tensor> many_parameters(std::size_t count, at::Device where) {
   return all;
 }
 
-/// Windows' factors and all: three updates.
+/// Makes three updates with factors of windows.
 template <class Optimizer>
 std::vector<at::Tensor> updated(std::size_t count, at::Device where) {
   auto parameters = many_parameters(count, where);
@@ -254,7 +254,7 @@ bool all_agree(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& 
 
 }  // namespace
 
-TEMPLATE_TEST_CASE("kernels of devices: any number of tensors, of any dtypes, as on the processor", "[cuda]",
+TEMPLATE_TEST_CASE("kernels of devices: any number of tensors, of any dtypes, match the processor's", "[cuda]",
                    ga::optim::SGD, ga::optim::Adam, ga::optim::AdamW, ga::optim::Adam8bit, ga::optim::AdamW8bit) {
   if (!KernelsOnDevice::possible()) SKIP(KernelsOnDevice::missing);
   const auto by_aten = [] {
@@ -262,14 +262,14 @@ TEMPLATE_TEST_CASE("kernels of devices: any number of tensors, of any dtypes, as
     return updated<TestType>(60, device);
   }();
   const KernelsOnDevice kernels;
-  for (std::size_t count : {1, 2, 200, 1100}) {  // 400 of a dtype are a launch
+  for (std::size_t count : {1, 2, 200, 1100}) {  // a launch has up to 400 of a dtype
     CAPTURE(count);
     CHECK(all_agree(updated<TestType>(count, device), updated<TestType>(count, host)));
   }
-  CHECK_FALSE(all_agree(updated<TestType>(60, host), by_aten));  // which has other last bits
+  CHECK_FALSE(all_agree(updated<TestType>(60, host), by_aten));  // its last bits differ
 }
 
-TEST_CASE("kernels of devices: a step is a launch for each mix of dtypes and 400 tensors, and no copy", "[cuda]") {
+TEST_CASE("kernels of devices: a step takes one launch for each mix of dtypes and 400 tensors, and no copy", "[cuda]") {
   if (!emulated_cuda::is_loaded()) SKIP(KernelsOnDevice::only_emulated);
   std::vector<at::Tensor> parameters;
   for (int i = 0; i < 1000; ++i) {
@@ -287,7 +287,7 @@ TEST_CASE("kernels of devices: a step is a launch for each mix of dtypes and 400
     const KernelsOnDevice none(nullptr);
     return launches_of_step();
   }();
-  CHECK(by_aten.launches > 100);  // which copy what has 16 bits
+  CHECK(by_aten.launches > 100);  // ATen also copies 16-bit tensors
   const KernelsOnDevice kernels;
   const auto counts = launches_of_step();
   CHECK(counts.launches == 4);
@@ -295,7 +295,7 @@ TEST_CASE("kernels of devices: a step is a launch for each mix of dtypes and 400
   CHECK(counts.copies_to_device == 0);
 }
 
-TEST_CASE("kernels of devices: a factor, an overflow and left out steps that the device alone knows", "[cuda]") {
+TEST_CASE("kernels of devices: a factor, an overflow and skipped steps that only the device knows", "[cuda]") {
   if (!KernelsOnDevice::possible()) SKIP(KernelsOnDevice::missing);
   torch::manual_seed(5);
   const KernelTypes types{at::kFloat, at::kFloat};
@@ -320,7 +320,7 @@ TEST_CASE("kernels of devices: a factor, an overflow and left out steps that the
   CHECK(agree(taken({2, 5, 0.3, 7.0}), expected(2 * 0.3 / (5 * 7.0), 7)));
   CHECK(agree(taken({2, 5, none, none, 0.0f}), expected(0.4, 7)));
   CHECK(agree(taken({2, 5, none, none, 1.0f}), start[0]));
-  // A device computes the powers of its own count of steps by its own function.
+  // A device computes the powers of its count of steps by its own function.
   CHECK(close_to_rounding(taken({2, 5, none, none, 0.0f, 4.0f}), expected(0.4, 3)));
   CHECK(close_to_rounding(taken({2, 5, none, none, 0.0f, 100.0f}), expected(0.4, 1)));
   CHECK_FALSE(close_to_rounding(taken({2, 5, none, none, 0.0f, 4.0f}), expected(0.4, 7)));
@@ -356,7 +356,7 @@ TEST_CASE("kernels of devices: norms of all sizes and types", "[cuda]") {
   CHECK(norm_by_kernel(torch::full({30}, 3e38f)) == Approx(3e38 * std::sqrt(30.0)));  // squares stay finite
 }
 
-TEST_CASE("kernels of devices: the norm of a tensor does not depend on the others, nor is a device waited for",
+TEST_CASE("kernels of devices: the norm of a tensor does not depend on the others, and does not wait for a device",
           "[cuda]") {
   if (!KernelsOnDevice::possible()) SKIP(KernelsOnDevice::missing);
   torch::manual_seed(7);
@@ -373,7 +373,7 @@ TEST_CASE("kernels of devices: the norm of a tensor does not depend on the other
   const auto all = inner::norms(tensors, 2);
   if (emulated_cuda::is_loaded()) {
     CHECK(emulated_cuda::counts().waits == 0);
-    CHECK(emulated_cuda::counts().launches == 5);  // two for each dtype, and one that joins
+    CHECK(emulated_cuda::counts().launches == 5);  // two per dtype, and one that combines them
   }
   CHECK(torch::allclose(std::get<0>(all.cpu().sort()), std::get<0>(by_aten.sort()), 1e-13));
   std::vector<double> alone;
@@ -381,7 +381,7 @@ TEST_CASE("kernels of devices: the norm of a tensor does not depend on the other
   CHECK(std::get<0>(all.cpu().sort()).equal(std::get<0>(torch::tensor(alone, at::kDouble).sort())));
 }
 
-TEMPLATE_TEST_CASE("kernels of devices: a step allocates nothing and waits for nothing, from the second on", "[cuda]",
+TEMPLATE_TEST_CASE("kernels of devices: from the second step on nothing is allocated, and nothing waits", "[cuda]",
                    ga::optim::SGD, ga::optim::Adam, ga::optim::AdamW, ga::optim::Adam8bit, ga::optim::AdamW8bit) {
   if (!emulated_cuda::is_loaded()) SKIP(KernelsOnDevice::only_emulated);
   const KernelsOnDevice kernels;
@@ -403,7 +403,7 @@ TEMPLATE_TEST_CASE("kernels of devices: a step allocates nothing and waits for n
 
 namespace {
 
-/// Windows of several micro-batches, clipped, of a float32 model.
+/// Trains a float32 model with windows of several micro-batches and clipping.
 template <class Optimizer>
 at::Tensor trained_by_kernels(at::Device where, bool scaled) {
   auto model = make_model(at::kFloat);
@@ -425,13 +425,13 @@ at::Tensor trained_by_kernels(at::Device where, bool scaled) {
 
 }  // namespace
 
-TEMPLATE_TEST_CASE("kernels of devices: a training has the bits of the processor's", "[cuda]", ga::optim::SGD,
+TEMPLATE_TEST_CASE("kernels of devices: a training is bitwise the processor's", "[cuda]", ga::optim::SGD,
                    ga::optim::Adam, ga::optim::AdamW, ga::optim::Adam8bit, ga::optim::AdamW8bit) {
   if (!emulated_cuda::is_loaded()) SKIP("a GPU multiplies matrices in another order");
-  for (bool scaled : {false, true}) {  // so large that the first window overflows
+  for (bool scaled : {false, true}) {  // the scale makes the first window overflow
     CAPTURE(scaled);
     const auto by_processor = trained_by_kernels<TestType>(host, scaled);
-    if (!std::is_same_v<TestType, ga::optim::SGD>)  // by ATen, which rounds SGD alike
+    if (!std::is_same_v<TestType, ga::optim::SGD>)  // ATen rounds SGD in the same way
       CHECK_FALSE(same_bits(trained_by_kernels<TestType>(device, scaled), by_processor));
     const KernelsOnDevice kernels;
     CHECK(agree(trained_by_kernels<TestType>(device, scaled), by_processor));
@@ -448,7 +448,7 @@ Arrays tensors_of(const inner::Adam8bitStep& step) {
 
 }  // namespace
 
-TEMPLATE_TEST_CASE("kernels of devices: a large parameter that is cut moves as on the processor", "[cuda]",
+TEMPLATE_TEST_CASE("kernels of devices: a large parameter that is cut is updated as on the processor", "[cuda]",
                    inner::SgdStep, inner::AdamStep, inner::Adam8bitStep) {
   if (!KernelsOnDevice::possible()) SKIP(KernelsOnDevice::missing);
   constexpr auto size = inner::most_copied + 1003;
@@ -494,7 +494,7 @@ struct WindowEnd {
   std::int64_t launches, allocations, waits;
 };
 
-/// What clipping, the step and the loss scale of the fourth window take.
+/// Counts the operations of clipping, step and loss scale at the end of the fourth window.
 WindowEnd window_end(int tensors, bool scaled) {
   std::vector<at::Tensor> parameters;
   for (int i = 0; i < tensors; ++i) parameters.push_back(torch::full({3, 7}, 0.1, device).requires_grad_());
@@ -540,7 +540,7 @@ TEST_CASE("kernels of devices: a window ends with at most 8 launches, no wait, a
     }
 }
 
-TEST_CASE("kernels of devices: a graph that is kept has the loss scale that it was made with", "[cuda]") {
+TEST_CASE("kernels of devices: a retained graph has the loss scale of its forward", "[cuda]") {
   if (!KernelsOnDevice::possible()) SKIP(KernelsOnDevice::missing);
   const KernelsOnDevice kernels;
   const auto parameter = torch::ones({4}, device).requires_grad_();
@@ -552,7 +552,7 @@ TEST_CASE("kernels of devices: a graph that is kept has the loss scale that it w
     scaler.update();
     sgd.zero_grad();
   };
-  update(scaler.scale(parameter.sum()));  // from here on the scale is on the device
+  update(scaler.scale(parameter.sum()));  // the scale is on the device from here on
   auto x = torch::ones({4}, device).requires_grad_();
   const auto kept = scaler.scale(x.sum());
   for (int i = 0; i < 4; ++i) update(scaler.scale(parameter.sum()));

@@ -21,8 +21,8 @@
 #include <type_traits>
 #include <vector>
 
-// A device that runs out of memory at any allocation of a window leaves nothing half-changed: the window is discarded,
-// run again, and the training is what it would have been.
+// A device that runs out of memory at any allocation of a window leaves nothing half-changed: the window is discarded
+// and run again, and the training's results are the same.
 
 namespace ga = gradaccum;
 using namespace testing;
@@ -62,14 +62,14 @@ struct Training {
     }
   }
 
-  /// Whether the n-th allocation of the second window, and what was done about its failure, have come.
+  /// Runs the second window with a failure of the n-th allocation. Returns whether there was none.
   bool second_window_without_allocation(std::int64_t n) {
     const auto updates = optimizer->updates();
     try {
       const FailingAllocation failing(n);
       window(2);
     } catch (const c10::OutOfMemoryError&) {
-      if (optimizer->updates() > updates) return true;  // it came after the step
+      if (optimizer->updates() > updates) return true;  // the failure came after the step
       optimizer->discard();
       scaler.update();
       window(2);
@@ -109,8 +109,8 @@ TEMPLATE_TEST_CASE("device: out of memory at any allocation of a window, nothing
 
 namespace {
 
-/// Parameters of which a device steps some at a time: too large for one batch of copies, rounded, out of order, of
-/// another device, of few rows that a sparse gradient has.
+/// Makes parameters that a device updates in parts: too large for one batch of copies, rounded, out of order, on
+/// another device, and with few rows in a sparse gradient.
 std::vector<at::Tensor> steppable(bool sparse) {
   const auto on = [](int device, at::ScalarType dtype) {
     return at::TensorOptions(at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device))).dtype(dtype);
@@ -141,7 +141,7 @@ std::vector<at::Tensor> on_host(const std::vector<at::Tensor>& tensors) {
 
 }  // namespace
 
-TEMPLATE_TEST_CASE("device: an optimizer that runs out of memory at any allocation of a step has not begun it",
+TEMPLATE_TEST_CASE("device: an optimizer that runs out of memory at any allocation of a step has changed nothing",
                    "[cuda]", ga::optim::SGD, ga::optim::AdamW, ga::optim::Adam8bit, ga::optim::Adafactor) {
   if (!FailingAllocation::possible()) SKIP("needs the emulated device, which can be made to run out of memory");
   constexpr bool sparse = std::is_same_v<TestType, ga::optim::SGD>;
@@ -180,11 +180,10 @@ TEMPLATE_TEST_CASE("device: an optimizer that runs out of memory at any allocati
   }
 }
 
-TEST_CASE("device: what a step takes beside the state does not grow with the parameters, but for Adafactor's",
-          "[cuda]") {
+TEST_CASE("device: a step's temporary memory does not grow with the parameters, except for Adafactor's", "[cuda]") {
   if (!torch::cuda::is_available()) SKIP("no CUDA device");
   constexpr std::int64_t elements = 1 << 24, batch = 16 * ga::MiB;
-  constexpr auto little = 2 * ga::MiB;  // CUDA's caching allocator may give a block 1 MiB larger than asked for
+  constexpr auto little = 2 * ga::MiB;  // CUDA's caching allocator may give blocks that are 1 MiB larger
   const auto peak_of = [&]<class Optimizer>(std::type_identity<Optimizer>, at::ScalarType dtype) {
     const auto parameter = torch::zeros({elements / 1000, 1000}, at::TensorOptions(at::kCUDA).dtype(dtype));
     parameter.requires_grad_().mutable_grad() = torch::ones_like(parameter);
@@ -192,18 +191,18 @@ TEST_CASE("device: what a step takes beside the state does not grow with the par
     optimizer.stochastic_rounding(1);
     ga::Gradients gradients({parameter});
     gradients.factor().multiply(0.5);
-    optimizer.step(gradients);  // makes the state
+    optimizer.step(gradients);  // creates the state
     const ga::MemoryMeter meter;
     optimizer.step(gradients);
     return meter.peak_bytes(parameter.device());
   };
-  const auto rounded = 2 * batch + batch / 4;  // of a bfloat16 parameter: a copy, random bits, and which is NaN
+  const auto rounded = 2 * batch + batch / 4;  // of a bfloat16 parameter: a copy, random bits, and a mask of NaN
   CHECK(peak_of(std::type_identity<ga::optim::SGD>(), at::kFloat) <= batch + little);
   CHECK(peak_of(std::type_identity<ga::optim::AdamW>(), at::kFloat) <= batch + little);
   CHECK(peak_of(std::type_identity<ga::optim::AdamW>(), at::kBFloat16) <= batch + rounded + little);
   CHECK(peak_of(std::type_identity<ga::optim::AdamW8bit>(), at::kFloat) <= 4 * batch + little);
   const auto of_adafactor = peak_of(std::type_identity<ga::optim::Adafactor>(), at::kFloat);
-  if (gradaccum::detail::device_kernels()) {  // which keep sums of rows' and columns' parts alone
+  if (gradaccum::detail::device_kernels()) {  // kernels keep only sums of parts of rows and columns
     CHECK(of_adafactor <= 2 * little);
   } else {
     CHECK(of_adafactor <= 8 * elements + little);

@@ -26,8 +26,7 @@
 #include <type_traits>
 #include <vector>
 
-// A loss scale that stays on the device, where overflows are known to the device alone, does what one does that the
-// host asks about.
+// A loss scale on the device, where only the device knows of overflows, gives the results of one that the host reads.
 
 namespace ga = gradaccum;
 using namespace testing;
@@ -36,7 +35,7 @@ namespace {
 
 constexpr double inf = std::numeric_limits<double>::infinity();
 
-/// Optimizers with all that they can be told, by name.
+/// Optimizers with all of their options, by name.
 using Make = std::function<std::unique_ptr<torch::optim::Optimizer>(const std::vector<at::Tensor>&)>;
 
 template <class Optimizer, class Options>
@@ -66,7 +65,7 @@ const std::map<std::string, Make>& optimizers() {
   return all;
 }
 
-/// Parameters of three dtypes, one of them large enough for moments of 8 bits, on two devices where there are two.
+/// Makes parameters of three dtypes, one of them large enough for moments of 8 bits, on two devices if there are two.
 std::vector<at::Tensor> make_parameters(bool one_device) {
   const auto other = at::Device(at::kCUDA, one_device || torch::cuda::device_count() < 2 ? 0 : 1);
   std::vector<at::Tensor> parameters{torch::linspace(-1, 1, 6000).view({60, 100}).to(at::kCUDA),
@@ -109,7 +108,7 @@ ga::detail::NamedTensors state_of(torch::optim::Optimizer& optimizer, const std:
   return dynamic_cast<ga::optim::OnePass&>(optimizer).named_state(named);
 }
 
-/// Adafactor's numbers are made on the device then.
+/// Compares results, up to rounding for Adafactor, whose numbers are computed on the device.
 bool same(const at::Tensor& a, const at::Tensor& b, bool to_rounding) {
   if (!to_rounding) return at::equal(a, b);
   return at::allclose(a.to(at::kDouble), b.to(at::kDouble), a.scalar_type() == at::kBFloat16 ? 1e-2 : 1e-5, 1e-6);
@@ -117,8 +116,7 @@ bool same(const at::Tensor& a, const at::Tensor& b, bool to_rounding) {
 
 }  // namespace
 
-TEST_CASE("AmpScaler on the device: all that moves is what moves where the host asks; and what is left out is, too",
-          "[cuda]") {
+TEST_CASE("AmpScaler on the device: updated and skipped values equal those of a scale that the host reads", "[cuda]") {
   if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
   const bool one_device = torch::cuda::device_count() < 2 || GENERATE(false, true);
   for (auto& [name, make] : optimizers()) {
@@ -149,7 +147,7 @@ TEST_CASE("AmpScaler on the device: all that moves is what moves where the host 
   }
 }
 
-TEST_CASE("AmpScaler on the device: what an optimizer says of its steps counts those that were taken", "[cuda]") {
+TEST_CASE("AmpScaler on the device: an optimizer's step count excludes skipped steps", "[cuda]") {
   if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
   Run run(with<ga::optim::AdamW>(ga::optim::AdamWOptions(0.1)), true);
   auto& adamw = dynamic_cast<ga::optim::AdamW&>(*run.optimizer);
@@ -158,7 +156,7 @@ TEST_CASE("AmpScaler on the device: what an optimizer says of its steps counts t
         .step();
   };
   for (int number = 0; number < 4; ++number) run.window(number, number % 2 == 1);
-  CHECK(step_of(adamw) != 2);  // LibTorch's own function knows no better
+  CHECK(step_of(adamw) != 2);  // counts skipped steps until the state is read
   CHECK(state_of(adamw, run.parameters).at("step.0").item<double>() == 2);
   CHECK(step_of(adamw) == 2);
   run.window(4, true);
@@ -175,13 +173,12 @@ TEST_CASE("AmpScaler on the device: what an optimizer says of its steps counts t
   CHECK(state_of(loaded, others).at("step.0").item<double>() == 3);
   run.window(7, true);
   run.parameters[0].mutable_grad() = torch::ones_like(run.parameters[0]);
-  adamw.step();  // of which the host knows
+  adamw.step();  // a direct step
   CHECK(state_of(adamw, run.parameters).at("step.0").item<double>() == 4);
   CHECK(state_of(adamw, run.parameters).at("step.1").item<double>() == 3);
 }
 
-TEST_CASE("AmpScaler on the device: parameters that are stepped in some windows only have counts of their own",
-          "[cuda]") {
+TEST_CASE("AmpScaler on the device: parameters that are updated in some windows only have separate counts", "[cuda]") {
   if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
   const auto counts = [](bool on_device) {
     Run run(with<ga::optim::Adam>(ga::optim::AdamOptions(0.1)), on_device, true);
@@ -204,7 +201,7 @@ TEST_CASE("AmpScaler on the device: parameters that are stepped in some windows 
   CHECK(counts(true) == counts(false));
 }
 
-TEST_CASE("AmpScaler on the device: sparse rows are left out, too", "[cuda]") {
+TEST_CASE("AmpScaler on the device: sparse rows are skipped, too", "[cuda]") {
   if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
   auto table = torch::ones({10, 4}, at::kCUDA).requires_grad_();
   ga::optim::SGD sgd({table}, ga::optim::SGDOptions(0.5));
@@ -223,7 +220,8 @@ TEST_CASE("AmpScaler on the device: sparse rows are left out, too", "[cuda]") {
   CHECK(table.sum(1).cpu().equal(torch::tensor({4., 4., 4., 0., 4., 4., 4., 2., 4., 4.}, at::kFloat)));
 }
 
-TEST_CASE("AmpScaler on the device: where another window is open, or a device is not enough, the host asks", "[cuda]") {
+TEST_CASE("AmpScaler on the device: if another window is open, or with several devices, the host reads the result",
+          "[cuda]") {
   if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
   auto a = torch::ones({4}, at::kCUDA).requires_grad_(), b = torch::ones({4}, at::kCUDA).requires_grad_();
   ga::optim::SGD first({a}, ga::optim::SGDOptions(1)), second({b}, ga::optim::SGDOptions(1));
@@ -237,7 +235,7 @@ TEST_CASE("AmpScaler on the device: where another window is open, or a device is
     one.zero_grad();
     two.zero_grad();
   };
-  micro_batch(inf);  // the scale changes, and so the open window of `two` is discarded
+  micro_batch(inf);  // the scale changes, so the open window of `two` is discarded
   CHECK(two.gradients().items() == 0);
   CHECK(scaler.get_scale() == 4);
   micro_batch(1);
@@ -259,7 +257,7 @@ TEST_CASE("AmpScaler on the device: where another window is open, or a device is
   CHECK(scaler.get_scale() == 1);
 }
 
-TEST_CASE("AmpScaler on the device: a window that is flushed is heard by update, and behind its back by the host",
+TEST_CASE("AmpScaler on the device: update after a flush needs no wait, and without update the host reads the result",
           "[cuda]") {
   if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
   const bool behind_its_back = GENERATE(false, true);
@@ -324,12 +322,12 @@ TEST_CASE("AmpScaler on the device: scales from the host, states, and gradients 
   }
 }
 
-TEST_CASE("AmpScaler on the device: a step that threw is not counted, and one whose state was taken away begins again",
+TEST_CASE("AmpScaler on the device: a step that threw is not counted, and one without its state begins again",
           "[cuda]") {
   if (!FailingAllocation::possible()) SKIP("needs the emulated device, which can be made to run out of memory");
   for (bool on_device : {false, true}) {
     Run run(with<ga::optim::AdamW>(ga::optim::AdamWOptions(0.1)), on_device);
-    for (int number = 0; number < 3; ++number) run.window(number, number != 1);  // the scale has a factor now
+    for (int number = 0; number < 3; ++number) run.window(number, number != 1);  // the scale has changed
     const auto before = run.scaler.state_dict();
     run.scaler.scale(run.parameters[0].sum()).backward();
     for (std::int64_t n = 1;; ++n) {
@@ -354,7 +352,7 @@ TEST_CASE("AmpScaler on the device: a step that threw is not counted, and one wh
   }
 }
 
-TEST_CASE("AmpScaler on the device: a Trainer has to know, and says so", "[cuda]") {
+TEST_CASE("AmpScaler on the device: a Trainer refuses it, with the option's name", "[cuda]") {
   auto model = make_model(at::kFloat);
   ga::optim::SGD sgd(model->parameters(), 0.1);
   const auto trainer = [&] {

@@ -13,8 +13,8 @@
 #include <optional>
 #include <vector>
 
-// What holds on the CPU holds on a device: windows are the large batch, a Trainer with its policies is the one of the
-// CPU, budgets are kept, a training goes on to the bit.
+// Trainings on a device match those on the CPU: windows equal the large batch, a Trainer with its policies gives the
+// same results, budgets are kept, and a training resumes bitwise.
 
 namespace ga = gradaccum;
 using namespace testing;
@@ -32,7 +32,7 @@ std::vector<Example> batches_on(at::Device where, at::ScalarType dtype = at::kDo
 
 const auto weighted = [](auto& net, auto& batch) { return ga::Loss{loss_of(net, batch), batch.target.numel()}; };
 
-/// Two windows of four, or two large batches.
+/// Trains two windows of four, or two large batches.
 template <class Optimizer>
 at::Tensor trained(at::Device where, bool large, ga::GradAccumulatorOptions options) {
   auto model = make_model();
@@ -53,7 +53,7 @@ at::Tensor trained(at::Device where, bool large, ga::GradAccumulatorOptions opti
 
 }  // namespace
 
-TEMPLATE_TEST_CASE("device: windows are the large batch, and what they are on the CPU", "[cuda]", torch::optim::SGD,
+TEMPLATE_TEST_CASE("device: windows equal the large batch and those on the CPU", "[cuda]", torch::optim::SGD,
                    torch::optim::AdamW, ga::optim::SGD, ga::optim::Adam, ga::optim::AdamW, ga::optim::Adafactor) {
   if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
   const auto windows = trained<TestType>(device, false, {});
@@ -62,7 +62,7 @@ TEMPLATE_TEST_CASE("device: windows are the large batch, and what they are on th
   CHECK(distance(windows, flat(make_model())) > 1e-3);
 }
 
-TEMPLATE_TEST_CASE("device: stepped in backward, to the bits of the ordinary step", "[cuda]", ga::optim::SGD,
+TEMPLATE_TEST_CASE("device: stepping in backward gives the bits of the ordinary step", "[cuda]", ga::optim::SGD,
                    ga::optim::AdamW, ga::optim::AdamW8bit, ga::optim::Adafactor) {
   if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
   const auto run = [](bool in_backward) {
@@ -80,7 +80,7 @@ TEMPLATE_TEST_CASE("device: stepped in backward, to the bits of the ordinary ste
   CHECK(at::equal(run(true), run(false)));
 }
 
-TEST_CASE("device: a Trainer with its policies does what it does on the CPU", "[cuda]") {
+TEST_CASE("device: a Trainer with its policies gives the CPU's results", "[cuda]") {
   if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
   const auto run = [](at::Device where) {
     auto model = make_model();
@@ -100,7 +100,7 @@ TEST_CASE("device: a Trainer with its policies does what it does on the CPU", "[
   CHECK(distance(run(device), run(host)) < 1e-10);
 }
 
-TEST_CASE("device: a training goes on to the bit, random numbers of the device included, replayed as graphs or not",
+TEST_CASE("device: a training resumes bitwise, random numbers of the device included, with graphs or without",
           "[cuda]") {
   if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
   const bool graphed = GENERATE(false, true);
@@ -124,10 +124,10 @@ TEST_CASE("device: a training goes on to the bit, random numbers of the device i
   };
   const auto straight = run(3, 100, false);
   CHECK_FALSE(at::equal(run(3, 5, true), straight));
-  CHECK(at::equal(run(4, 100, true), straight));  // with other parameters and random numbers, but for the state
+  CHECK(at::equal(run(4, 100, true), straight));  // parameters and random numbers come from the state
 }
 
-TEST_CASE("device: a chain keeps to its budget, with the gradients of the plain one", "[cuda]") {
+TEST_CASE("device: a chain keeps its budget, with the gradients of the plain one", "[cuda]") {
   if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
   torch::manual_seed(4);
   torch::nn::Sequential stages;
@@ -159,7 +159,7 @@ TEST_CASE("device: a chain keeps to its budget, with the gradients of the plain 
   CHECK(net->plan().predicted.peak_bytes <= budget);
 }
 
-TEST_CASE("device: an own step in the middle of a window is a warning, numbers are not looked at", "[cuda]") {
+TEST_CASE("device: a direct step in the middle of a window is a warning, and the numbers are not read", "[cuda]") {
   if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
   const Warnings warnings;
   auto model = make_model();

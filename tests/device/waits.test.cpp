@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-// How often the host waits for a device, part by part, and that the table of docs/architecture.md says so.
+// Counts the host's waits for a device, part by part, and compares them with the table of docs/architecture.md.
 
 namespace ga = gradaccum;
 using namespace testing;
@@ -35,7 +35,7 @@ struct Rig {
   }
 };
 
-/// The waits of `windows` of these, after one of them that does what is done once.
+/// Returns the waits per window of `windows` of these, after a first one, which initializes.
 double waits_of(const std::function<void()>& window, int windows = 3) {
   window();
   const WaitCount count;
@@ -59,7 +59,7 @@ double of_windows(const ga::GradAccumulatorOptions& options, const std::function
   });
 }
 
-/// Of a parameter large enough for moments of 8 bits, and one that has a sparse gradient.
+/// Counts a step of a parameter large enough for moments of 8 bits, and of one that has a sparse gradient.
 template <class Optimizer>
 double of_steps(bool sparse) {
   const auto table = torch::ones({100, 50}, at::kCUDA).requires_grad_();
@@ -137,7 +137,7 @@ double of_checkpoint() {
   });
 }
 
-/// After it has planned, which waits.
+/// Counts a chain after planning, which waits.
 double of_checkpointed_sequential() {
   Rig rig;
   ga::CheckpointedSequential net(rig.model, {.memory_budget = 1 * ga::MiB});
@@ -168,7 +168,7 @@ double of_trainer(ga::OnNan on_nan, bool clips = true, bool scales = false) {
   return waits_of([&] { trainer.fit(rig.data, {.epochs = 1, .on_nan = on_nan}); }, 1);
 }
 
-/// Stepped in backward: it waits before the one that fills the window.
+/// Counts a Trainer with steps in backward, which waits before the micro-batch that fills the window.
 double of_trainer_in_backward() {
   Rig rig;
   ga::optim::AdamW adamw(rig.model->parameters(), 1e-3);
@@ -178,7 +178,7 @@ double of_trainer_in_backward() {
   return waits_of([&] { trainer.fit(rig.data, {.epochs = 1}); }, 1);
 }
 
-/// A window of a training that is saved at other times.
+/// Counts a window in which nothing is saved.
 double of_saving() {
   Rig rig;
   const Directory directory;
@@ -191,7 +191,7 @@ double of_saving() {
   });
 }
 
-/// Of two ranks with a device each, before a window closes.
+/// Counts two ranks with a device each, before a window closes.
 double of_replicas() {
   double waits = 0;
   tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
@@ -226,7 +226,7 @@ double of_schedules() {
   });
 }
 
-/// The gradient of a window: dense ones are added to, sparse ones come once.
+/// Counts the gradient of a window: dense ones accumulate, a sparse one comes once.
 double of_embedding(bool sparse) {
   const auto table = torch::ones({50, 3}, at::kCUDA).requires_grad_();
   const auto ids = torch::arange(10, at::kLong).to(at::kCUDA);
@@ -245,7 +245,7 @@ double of_memory_meter() {
   });
 }
 
-/// Of one batch.
+/// Counts one batch.
 double of_length_buckets() {
   std::vector<at::Tensor> sequences;
   for (std::int64_t length : {3, 5, 2, 4}) sequences.push_back(torch::arange(length, at::kLong).to(at::kCUDA));
@@ -257,7 +257,7 @@ double of_length_buckets() {
          2;
 }
 
-/// Of an epoch.
+/// Counts an epoch.
 double of_batches(bool shuffle) {
   Rig rig;
   ga::data::TensorBatches batches(rig.data[0].data, rig.data[0].target, {.batch_size = 2, .shuffle = shuffle});
@@ -266,7 +266,7 @@ double of_batches(bool shuffle) {
   });
 }
 
-/// A row's third column, by what the first one begins with.
+/// Returns the third column of each row by the beginning of its first.
 std::map<std::string, std::string> table() {
   std::map<std::string, std::string> rows;
   std::istringstream lines(text_of(DOCS "/architecture.md"));
@@ -286,7 +286,7 @@ std::string says(const std::string& part) {
 
 }  // namespace
 
-TEST_CASE("device: parts wait as often as the table of parts says", "[cuda]") {
+TEST_CASE("device: parts wait as often as the table of docs/architecture.md says", "[cuda]") {
   if (!WaitCount::possible()) SKIP("needs the emulated device, which counts");
   struct Part {
     std::string row, says;
@@ -322,7 +322,7 @@ TEST_CASE("device: parts wait as often as the table of parts says", "[cuda]") {
       {"`Trainer`", "once a window, or not", 1, [] { return of_trainer(ga::OnNan::stop, /*clips=*/false); }},
       {"`Trainer`", "once a window, or not", 1, [] { return of_trainer(ga::OnNan::stop, true, /*scales=*/true); }},
       {"`Trainer`", "once a window, or not", 0, [] { return of_trainer(ga::OnNan::ignore); }},
-      {"`.in_backward`", "no", 1, of_trainer_in_backward},  // for the losses, as any Trainer
+      {"`.in_backward`", "no", 1, of_trainer_in_backward},  // for the losses, like any Trainer
       {"`SaveState`", "when it saves", 1, of_saving},
       {"`DataParallel`", "when a window closes", 0, of_replicas},
       {"`lr::Constant`", "no", 0, of_schedules},
@@ -340,7 +340,7 @@ TEST_CASE("device: parts wait as often as the table of parts says", "[cuda]") {
   }
 }
 
-TEST_CASE("device: what waits is counted", "[cuda]") {
+TEST_CASE("device: waiting operations are counted", "[cuda]") {
   if (!WaitCount::possible()) SKIP("needs the emulated device, which counts");
   const auto x = torch::ones({3}, at::kCUDA);
   CHECK(waits_of([&] { x.add(1); }) == 0);

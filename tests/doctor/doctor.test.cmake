@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# The doctor measures each thing and says how to mend what is wrong, here a number of threads that is wrong on purpose.
+# The doctor measures each item and prints how to fix losses; here the number of threads is wrong on purpose.
 # cmake -D EXAMPLE=<program> [-D EMULATED_CUDA=<library>] -P doctor.test.cmake
 cmake_minimum_required(VERSION 3.25)
 include("${CMAKE_CURRENT_LIST_DIR}/../support/example.cmake")
 
-# Runs the doctor with so many threads, which MKL, if it may, limits to the number of cores.
+# Runs the doctor with this number of threads, which MKL may limit to the number of cores.
 function(examine threads)
   set(ENV{OMP_NUM_THREADS} ${threads})
   set(ENV{MKL_DYNAMIC} FALSE)
@@ -45,7 +45,7 @@ if(EMULATED_CUDA)
   expect_match("${output}" "\nto mend +CUDA kernels: none in this program[^\n]*\n +link with gradaccum::compiled")
 endif()
 
-# One thread too many is to mend, and as many threads as the doctor names are not.
+# One thread too many must be reported, and the number that the doctor recommends must be accepted.
 expect_match("${output}" "\n(to mend|${number} times slower) +threads: ${too_many} on [0-9]+ CPUs?[^\n]*\n +at::set_num_threads[(][0-9]+[)];")
 string(REGEX REPLACE ".*\n +at::set_num_threads[(]([0-9]+)[)];.*" "\\1" right "${output}")
 examine(${right})
@@ -54,7 +54,7 @@ if(EMULATED_CUDA AND output MATCHES "CUDA")
   message(FATAL_ERROR "the doctor sees a CUDA device where there is none\n${output}")
 endif()
 
-# While other programs keep all CPUs busy, one thread is advised.
+# While other programs keep all CPUs busy, one thread is recommended.
 if(cpus GREATER 1)
   set(script "${CMAKE_CURRENT_BINARY_DIR}/doctor_on_busy_cpus")
   file(WRITE "${script}" "#!/bin/sh\nfor i in $(seq ${cpus}); do timeout 100 yes > /dev/null & loops=\"$loops $!\"; done\n"
@@ -67,7 +67,7 @@ if(cpus GREATER 1)
   expect_match("${output}" "\nok +other programs: keep ")
 endif()
 
-# What has a cure is followed by it, and what is well by another finding.
+# A finding with a fix is followed by it, and one without by another finding.
 string(REGEX MATCHALL "\n(to mend|${number} times slower) " losses "${output}")
 string(REGEX MATCHALL "\n(to mend|${number} times slower) [^\n]+\n                    [^ \n]" mended "${output}")
 list(LENGTH losses number_of_losses)

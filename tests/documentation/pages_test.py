@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""docs/site: what it reads of headers, and that each way of going stale is an error which names the place."""
+"""Tests docs/site: how it reads headers, and that all kinds of outdated content are errors that name the file."""
 
 import pathlib
 import shutil
@@ -92,7 +92,7 @@ void undocumented();
 
 
 def copied(folder):
-    """All that the pages are made of."""
+    """Copies all inputs of the pages."""
     for path in ("docs", "include", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "tests/support/layering.cmake",
                  *(path.relative_to(ROOT) for path in ROOT.glob("examples/*/README.md"))):
         there = folder / path
@@ -174,7 +174,7 @@ class Figures(unittest.TestCase):
 
 
 class Pages(unittest.TestCase):
-    """The repository as it is passes; changed in one place it does not."""
+    """The unchanged repository passes; each change in one file fails."""
 
     def setUp(self):
         self.folder = pathlib.Path(tempfile.mkdtemp())

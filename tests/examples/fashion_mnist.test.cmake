@@ -2,7 +2,7 @@
 #
 # cmake -DEXAMPLE=<fashion_mnist> -DWRITER=<write_idx_files> -DDIRECTORY=<scratch> -P fashion_mnist.test.cmake
 #
-# Runs the FashionMNIST example on a tiny data set and checks what it prints.
+# Runs the FashionMNIST example on a tiny data set and checks its output.
 
 cmake_minimum_required(VERSION 3.25)
 
@@ -24,7 +24,7 @@ set(rule "-------------------------------")
 set(results "Test Results:\n Accuracy: [0-9]+\\.[0-9]%, Avg loss: [0-9]+\\.[0-9][0-9][0-9][0-9][0-9][0-9]\n\n")
 set(summary "[0-9.]+ seconds, [0-9.]+ samples/second, peak memory [0-9]+\\.[0-9] MB beyond the data set\nPeak resident memory of the process: [0-9]+ MB\n")
 
-# What it prints, to the letter: nothing about accumulation where there is none, and no progress lines in a file.
+# Compares the whole output: nothing about accumulation without accumulation, and no progress lines in a file.
 train()
 expect_match("${output}" "^Epoch 1\n${rule}\n${results}Epoch 2\n${rule}\n${results}Done\n${summary}$")
 train(--accumulate 4)
@@ -34,7 +34,7 @@ set(two "Wrapping 'AdamW' optimizer with gradient accumulation of 2 steps\n")
 set(one "Wrapping 'AdamW' optimizer with gradient accumulation of 1 step\n")
 expect_match("${output}" "^${two}Epoch 1\n${rule}\n${results}${one}Epoch 2\n${rule}\n${results}Done\n${summary}$")
 
-# It learns, with every optimizer, also where windows and batches do not divide the epoch.
+# The model learns with every optimizer, also if windows and batches do not divide the epoch.
 foreach(settings "sgd;0.5" "momentum;0.05" "adam;0.003" "adamw;0.003")
   list(GET settings 0 optimizer)
   list(GET settings 1 rate)
@@ -42,13 +42,13 @@ foreach(settings "sgd;0.5" "momentum;0.05" "adam;0.003" "adamw;0.003")
   expect_match("${output}" "Accuracy: (100\\.0|9[0-9]\\.[0-9])%, Avg loss: [0-9.]+\n\nDone")
 endforeach()
 
-# So it does in mixed precision, where float16 needs the scaler and its first scales may overflow.
+# It also learns in mixed precision; float16 needs the scaler, and its first scales may overflow.
 foreach(amp bf16 fp16)
   train(--amp ${amp} --optimizer adamw --lr 0.003 --epochs 10 --batch-size 12 --accumulate 4)
   expect_match("${output}" "^Wrapping 'AdamW' .*Accuracy: (100\\.0|9[0-9]\\.[0-9])%, Avg loss: [0-9.]+\n\nDone\n${summary}$")
 endforeach()
 
-# But not with the same numbers, or --amp would do nothing.
+# Mixed precision must give other numbers, or --amp would do nothing.
 train(--amp off --lr 0.1)
 string(REGEX MATCH "Avg loss: [0-9.]+" float32 "${output}")
 train(--amp bf16 --lr 0.1)
@@ -56,7 +56,7 @@ if(output MATCHES "${float32}")
   message(FATAL_ERROR "--amp bf16 and --amp off both give ${float32}")
 endif()
 
-# The same seed gives the same results, another one others. Only the summary has times in it.
+# The same seed gives the same results, another one gives others. Only the summary contains times.
 function(train_seed seed variable)
   train(--lr 0.1 --accumulate 2 --seed ${seed})
   string(REGEX REPLACE "${summary}" "" output "${output}")
@@ -69,7 +69,7 @@ if(NOT first STREQUAL again OR first STREQUAL other)
   message(FATAL_ERROR "seed 1:\n${first}\nseed 1 again:\n${again}\nseed 2:\n${other}")
 endif()
 
-# The Trainer prints what the loop by hand prints, but for the accumulator's announcement.
+# The Trainer prints the same as the loop by hand, except for the accumulator's announcement.
 foreach(arguments "--lr;0.1" "--lr;0.1;--accumulate;0:4,1:2" "--lr;0.003;--optimizer;adamw;--amp;bf16")
   train(${arguments})
   string(REGEX REPLACE "Wrapping [^\n]*\n|${summary}" "" by_hand "${output}")
@@ -80,7 +80,7 @@ foreach(arguments "--lr;0.1" "--lr;0.1;--accumulate;0:4,1:2" "--lr;0.003;--optim
   endif()
 endforeach()
 
-# Micro-batches of 4 x 16 and of 1 x 64: what each took.
+# Compares micro-batches of 4 x 16 and of 1 x 64.
 function(compare_micro_batches)
   run(--data "${DIRECTORY}" --device cpu --threads 1 --epochs 2 --compare-micro-batches ${ARGN})
   set(report "Time: [0-9]+\\.[0-9][0-9]\nSamples/second: [0-9]+\\.[0-9][0-9]\nCPU memory occupied: [0-9]+ MB\\.\n")
@@ -92,7 +92,7 @@ function(compare_micro_batches)
 endfunction()
 compare_micro_batches()
 
-# The comparison: a row a run, parameters that agree up to rounding.
+# The comparison has one row per run, and parameters that agree up to rounding.
 train(--compare --lr 0.1)
 set(number " +[0-9]+\\.[0-9]+")
 set(row " +[0-9.]+%${number}${number} +[0-9.]+${number}\n")
@@ -117,7 +117,7 @@ foreach(name "32 x 1" "8 x 4" "train/loss" "test/loss" "test/accuracy")
   endif()
 endforeach()
 
-# What looks at a training, with the Trainer; it is the same training.
+# Policies that observe a training, with the Trainer, do not change it.
 train(--lr 0.1 --accumulate 2)
 string(REGEX REPLACE "Wrapping [^\n]*\n|${summary}" "" plain "${output}")
 train(--lr 0.1 --accumulate 2 --tensorboard "${DIRECTORY}/board" --report "${DIRECTORY}/run.html")
@@ -130,7 +130,7 @@ list(LENGTH events number)
 if(NOT number EQUAL 1 OR NOT EXISTS "${DIRECTORY}/run.html")
   message(FATAL_ERROR "there must be an event file and a page, got ${events}")
 endif()
-# LibTorch's profiler and its allocator speak for themselves on stderr.
+# LibTorch's profiler and its allocator print to stderr.
 run(--data "${DIRECTORY}" --device cpu --threads 1 --batch-size 32 --epochs 2 --lr 0.1 --profile "${DIRECTORY}/profile")
 if(NOT EXISTS "${DIRECTORY}/profile/trace.json" OR NOT output MATCHES "forward")
   message(FATAL_ERROR "there must be a trace, and its report:\n${output}")
@@ -138,14 +138,14 @@ endif()
 train(--lr 0.0000001 --epochs 9 --patience 1 --validate-every 2 --save "${DIRECTORY}/patient")
 expect_match("${output}" "^Epoch 1\n${rule}\n${results}${results}")
 
-# Adam amplifies rounding, so that it takes float64 to see that it is nothing else; bfloat16 has no place there.
+# Adam amplifies rounding, so only float64 shows that nothing else differs; bfloat16 is left out.
 train(--compare --optimizer adam --lr 0.003 --dtype float64)
 expect_match("${output}" "\n8 x 4${row}\n.*differ by at most ([0-9.]+e-1[0-9]|0\\.0e\\+00), and")
 if(output MATCHES "bf16|bfloat16")
   message(FATAL_ERROR "expected nothing about bfloat16 in\n${output}")
 endif()
 
-# The plain network, the one with checkpoints, and both side by side. With segments as with a budget, with either loop.
+# The plain network, the one with checkpoints, and both compared; with segments and with a budget, with either loop.
 set(row " +[0-9]+\\.[0-9]+ +[0-9]+\\.[0-9]+ +[0-9]+\\.[0-9]+ +[0-9.]+\n")
 set(memory "[0-9]+ % (less|more) memory \\(activations alone: [0-9]+ % less\\)")
 set(time "[0-9]+ % (less|more) time for forward and backward\\.\n")
@@ -160,14 +160,14 @@ foreach(arguments "320KiB" "320KiB;--trainer" "2MiB;--amp;bf16;--accumulate;2;--
   expect_match("${output}" "^The first batch of the checkpointed run measures [^\n]*\n\n${runs}.*${both}budget (0\\.31|2\\.00) MiB: peak [01]\\.[0-9]+ MiB [^\n]*\nschedule: [^\n]*\\[[^\n]*\n$")
 endforeach()
 
-# A budget that nothing keeps: what the library says, after the plain run.
+# A budget that is too small: the library's error, after the plain run.
 run(--data "${DIRECTORY}" --device cpu --threads 1 --epochs 1 --checkpoint 1KiB)
 expect_match("${errors}" "^fashion_mnist: CheckpointedSequential: memory_budget must be at least [0-9]+ bytes [^\n]*, got 1024\n$")
 if(NOT status EQUAL 1)
   message(FATAL_ERROR "--checkpoint 1KiB: status ${status}\n${output}")
 endif()
 
-# Saved and gone on with: two epochs at once, and in two runs; what these print is the same.
+# Saves and resumes: two epochs in one run and in two runs give the same output.
 set(states "${DIRECTORY}/states")
 set(settings --lr 0.003 --optimizer adamw --amp bf16 --batch-size 12 --accumulate 4)
 function(newest_model directory variable)
@@ -176,7 +176,7 @@ function(newest_model directory variable)
   file(SHA256 "${newest}/model.safetensors" hash)
   set(${variable} "${hash}" PARENT_SCOPE)
 endfunction()
-# Sets output without its end, and errors: where it went on.
+# Sets the output without its end, and the errors, which say where it resumed.
 function(go_on)
   run(--data "${DIRECTORY}" --device cpu --threads 1 ${settings} --resume ${ARGN})
   string(REGEX REPLACE "Done\n${summary}$" "" without "${output}")
@@ -206,7 +206,7 @@ if(NOT again STREQUAL twice_model)
   message(FATAL_ERROR "a training that has come to its end must stay as it is")
 endif()
 
-# Some states are kept; and the next training is not mistaken for the same.
+# Keeps several states; the next training is not mistaken for the same one.
 train(${settings} --save "${states}/many" --save-every 3 --keep-last 4)
 file(GLOB folders RELATIVE "${states}/many" "${states}/many/*")
 if(NOT folders STREQUAL "step-000006;step-000009;step-000012;step-000014")
@@ -221,7 +221,7 @@ if(NOT status EQUAL 1 OR NOT errors MATCHES "^fashion_mnist: [^\n]*schedule[^\n]
   message(FATAL_ERROR "--accumulate is another: status ${status}\n${errors}")
 endif()
 
-# Stopped by SIGTERM in the middle, it ends with the model of one that was not, and with its results.
+# Stopped by SIGTERM in the middle and resumed, it ends with the model and results of an uninterrupted one.
 go_on(--save "${states}/long" --epochs 20)
 string(REGEX MATCH "${results}$" end "${output}")
 list(JOIN settings " " arguments)
@@ -252,7 +252,7 @@ if(NOT status EQUAL 0 OR NOT errors STREQUAL "")
   message(FATAL_ERROR "--help: status ${status}\n${errors}")
 endif()
 
-# Mistakes in the options.
+# Invalid options.
 expect_error(2 "must be a whole number in [1, 1048576], got '0'" --batch-size 0)
 expect_error(2 "got '1e3'" --epochs 1e3)
 expect_error(2 "got '-1'" --seed -1)
@@ -298,7 +298,7 @@ foreach(schedule 0 -1 x 1.5 4,3 1:2 0:2,0:3 0:2, 0: :2 0:0 0:2:3 999999999999999
   expect_error(2 "(0:8,4:2), got '${schedule}'" --accumulate ${schedule})
 endforeach()
 
-# Data that are not there, do not fit or are not what they are named.
+# Data that are missing, do not match or have another type than their name.
 expect_error(1 "must hold train-images-idx3-ubyte.gz" --data "${DIRECTORY}/missing")
 expect_error(1 "must divide the 320 training images, got 3" --data "${DIRECTORY}" --compare --batch-size 12)
 file(WRITE "${DIRECTORY}/train-labels-idx1-ubyte.gz" "no label file")

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Feeds arbitrary files to the IDX reader. What write_idx_files writes is a corpus to start from:
+// Feeds arbitrary files to the IDX reader. The files of write_idx_files are a corpus to start from:
 // fuzz_idx -max_total_time=60 CORPUS
 
 #include <sys/mman.h>
@@ -15,7 +15,7 @@ using namespace fashion_mnist;
 
 namespace {
 
-/// A file in memory, under a path of its own.
+/// A file in memory with a path.
 struct MemoryFile {
   int descriptor = memfd_create("idx", 0);
   std::string path = "/proc/self/fd/" + std::to_string(descriptor);

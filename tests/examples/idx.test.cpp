@@ -19,7 +19,7 @@ using idx_files::operator+;
 
 namespace {
 
-/// A directory of its own that goes with the test.
+/// A new directory, removed by the destructor.
 struct Directory {
   fs::path path;
   Directory() {
@@ -40,7 +40,7 @@ std::int64_t peak_kilobytes() {
   return usage.ru_maxrss;
 }
 
-/// One image, and then so many megabytes of zeros. Written bit by bit, so that writing it needs no memory either.
+/// Writes one image and then `megabytes` of zeros, in small pieces that need no memory.
 void write_bomb(const fs::path& path, int megabytes) {
   const auto file = gzopen(path.c_str(), "wb9");
   const auto start = header({0x803, 1, 28, 28});
@@ -50,7 +50,7 @@ void write_bomb(const fs::path& path, int megabytes) {
   REQUIRE(gzclose_w(file) == Z_OK);
 }
 
-/// Requires this error of reading the bytes as an image file: as they are, and zipped.
+/// Requires this error for the bytes as an image file, unchanged and zipped.
 void require_image_error(const Bytes& bytes, const std::string& part) {
   Directory directory;
   const auto plain = directory.write("plain", bytes), zipped = directory.write("zipped.gz", gzip(bytes));
@@ -101,7 +101,7 @@ TEST_CASE("files of another kind are refused", "[idx]") {
                 read_idx(directory.write("labels", two_images), IdxKind::labels));
 }
 
-TEST_CASE("sizes that cannot be are refused", "[idx]") {
+TEST_CASE("impossible sizes are refused", "[idx]") {
   const Bytes pixels(784, 0);
   require_image_error(header({0x803, 0, 28, 28}), "count must be in [1, 1000000], got 0");
   require_image_error(header({0x803, 1000001, 28, 28}) + pixels, "count must be in [1, 1000000], got 1000001");
@@ -118,7 +118,7 @@ TEST_CASE("data shorter or longer than the header says are refused", "[idx]") {
   require_image_error(idx_files::images(2, Bytes(2 * 784 + 1)), "must end after the data that its header promises");
 }
 
-TEST_CASE("a label that is no class is refused", "[idx]") {
+TEST_CASE("a label outside of the classes is refused", "[idx]") {
   Directory directory;
   REQUIRE_ERROR("labels must be below 10, got 10 at index 2",
                 read_idx(directory.write("labels", idx_files::labels({1, 2, 10})), IdxKind::labels));
@@ -135,7 +135,7 @@ TEST_CASE("a gzip file cut anywhere is refused", "[idx]") {
   }
 }
 
-TEST_CASE("a damaged gzip file never gives other data", "[idx]") {
+TEST_CASE("a damaged gzip file never gives wrong data", "[idx]") {
   Directory directory;
   const auto whole = gzip(three_labels);
   for (std::size_t bit = 0; bit < 8 * whole.size(); ++bit) {
@@ -145,7 +145,7 @@ TEST_CASE("a damaged gzip file never gives other data", "[idx]") {
     INFO("bit " << bit);
     Bytes classes;
     const auto message = testing::error_of([&] { classes = read_idx(path, IdxKind::labels).bytes; });
-    if (message.empty())  // a bit of the header's time stamp, say
+    if (message.empty())  // for example, a bit of the header's time stamp
       REQUIRE(classes == Bytes{0, 9, 4});
     else
       REQUIRE(testing::contains(message, path.string()));
@@ -156,7 +156,7 @@ TEST_CASE("a damaged gzip file never gives other data", "[idx]") {
                 read_idx(directory.write("checksum.gz", checksum), IdxKind::labels));
 }
 
-TEST_CASE("a header that lies costs no memory", "[idx]") {
+TEST_CASE("a header with a wrong size takes no memory", "[idx]") {
   Directory directory;
   const auto promising = directory.write("promising", header({0x803, 1000000, 28, 28}) + Bytes(100));  // 784 MB
   const auto bomb = directory.path / "bomb.gz";
@@ -170,14 +170,14 @@ TEST_CASE("a header that lies costs no memory", "[idx]") {
   REQUIRE(peak_kilobytes() - before < 16 << 10);
 }
 
-TEST_CASE("paths that are no readable files are refused", "[idx]") {
+TEST_CASE("paths without a readable file are refused", "[idx]") {
   Directory directory;
   REQUIRE_ERROR("must exist, but there is no such file", read_idx(directory.path / "none", IdxKind::images));
   REQUIRE_ERROR("must be a regular file", read_idx(directory.path, IdxKind::images));
 
   const auto pipe = directory.path / "pipe";
   REQUIRE(mkfifo(pipe.c_str(), 0600) == 0);
-  REQUIRE_ERROR("must be a regular file", read_idx(pipe, IdxKind::images));  // and does not wait for a writer
+  REQUIRE_ERROR("must be a regular file", read_idx(pipe, IdxKind::images));  // without waiting for a writer
 
   if (geteuid() == 0) SKIP("root reads every file");
   const auto secret = directory.write("secret", two_images);
@@ -200,7 +200,7 @@ TEST_CASE("a data set is loaded as floats in [0, 1]", "[idx]") {
   REQUIRE(at::equal(dataset.test.images, bytes.to(torch::kFloat32) / 255));
 }
 
-TEST_CASE("a data set whose files do not fit is refused", "[idx]") {
+TEST_CASE("a data set whose files do not match is refused", "[idx]") {
   Directory directory;
   REQUIRE_ERROR("must hold train-images-idx3-ubyte.gz or train-images-idx3-ubyte", load_dataset(directory.path));
   idx_files::write_split(directory.path, "train", 3);

@@ -10,12 +10,12 @@
 #include <string>
 #include <vector>
 
-/// Writes IDX files, right and wrong, for the tests of the FashionMNIST example.
+/// Writes IDX files, valid and invalid, for the tests of the FashionMNIST example.
 namespace idx_files {
 
 using Bytes = std::vector<std::uint8_t>;
 
-/// A header of a magic number and sizes, each 32 bits, big-endian.
+/// Makes a header of a magic number and sizes, each 32 bits, big-endian.
 inline Bytes header(const std::vector<std::uint32_t>& words) {
   Bytes bytes;
   for (const auto word : words)
@@ -52,10 +52,10 @@ inline std::filesystem::path write(const std::filesystem::path& path, const Byte
   return path;
 }
 
-/// `count` images of ten classes that are easy to tell apart: class k has a bright band from row 2k on.
+/// Writes `count` images of ten classes that are easy to distinguish: class k has a bright band from row 2k on.
 inline void write_split(const std::filesystem::path& directory, const std::string& prefix, std::uint32_t count) {
   Bytes pixels, classes;
-  std::uint32_t noise = count;  // a small generator of its own: the same files everywhere
+  std::uint32_t noise = count;  // a simple generator, to get the same files everywhere
   for (std::uint32_t i = 0; i < count; ++i) {
     const auto label = static_cast<std::uint8_t>(i % 10);
     classes.push_back(label);

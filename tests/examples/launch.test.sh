@@ -3,8 +3,8 @@
 #
 # launch.test.sh LAUNCH FASHION_MNIST WRITE_IDX_FILES DIRECTORY
 #
-# The FashionMNIST example by two processes, as launch.sh starts them: the results of one process; and a killed process,
-# after which all begin again where they were, and end as if nothing had happened.
+# Runs the FashionMNIST example with two ranks, started by launch.sh: they give the results of one process; and after
+# one is killed, all start again from the last state and end with the same results.
 
 set -euo pipefail
 launch=$1 example=$2 writer=$3 directory=$4
@@ -14,7 +14,7 @@ mkdir -p "$directory"
 
 fail() { printf '%s\n' "$*" >&2; exit 1; }
 expect_same() { [[ $1 == "$2" && -n $1 ]] || fail "$3: expected"$'\n'"$2"$'\n'"got"$'\n'"$1"; }
-# expect_status STATUS TEXT COMMAND...: it ends so, and says this.
+# expect_status STATUS TEXT COMMAND...: requires this status and this text in the output.
 expect_status() {
   local status=0 expected=$1 text=$2
   shift 2
@@ -24,7 +24,7 @@ expect_status() {
 results() { grep -E 'Accuracy|Epoch|Done' <<< "$1"; }
 options=(--data "$directory/data" --device cpu --threads 1 --dtype float64 --optimizer adamw)
 
-# Numbers are refused that no machine can start, and that bash takes for others. A process ends the launcher.
+# Refuses numbers that no machine can start, or that bash reads differently. The failure of a process ends the launcher.
 for number in 99999999999999999999 1025 0 08 -1 1x ""; do
   expect_status 2 "PROCESSES must be a number from 1 to 1024, got '$number'" "$launch" "$number" \
     bash -c 'kill -s KILL $PPID'
@@ -32,12 +32,12 @@ done
 expect_status 2 "max-restarts must be a number, got '99999999999999999999'" \
   "$launch" --max-restarts 99999999999999999999 1 true
 
-# Processes that signals end at the same time are all noticed.
+# Detects all processes that signals end at the same time.
 expect_status 137 Killed "$launch" 20 bash -c 'kill -s KILL $$'
 
-# A signal while processes are being started: no more are, and those that are there end by it.
+# After a signal during the start no more processes are started, and the running ones end by it.
 cat > "$directory/environment" <<'END'
-set() {  # the launcher calls it before each start
+set() {  # the launcher calls set before each start
   builtin set "$@"
   if [[ $1 == -m ]]; then echo "a start"; kill -s TERM $$; fi
 }
@@ -45,7 +45,7 @@ END
 BASH_ENV=$directory/environment expect_status 143 "a start" "$launch" 3 sleep 1000
 (( $(grep -c "a start" "$directory/output") == 1 )) || fail "started after a signal: $(cat "$directory/output")"
 
-# 27 batches: one of two processes has one less, and the last window is a short one.
+# 27 batches: one of two ranks has one less, and the last window is shorter.
 for loop in "" --trainer; do
   settings=("${options[@]}" --batch-size 12 --epochs 3 $loop)
   one=$("$example" "${settings[@]}" --accumulate 4 | grep -v Wrapping)
@@ -65,10 +65,10 @@ for loop in "" --trainer; do
   [[ $(results "$other") != "$(results "$one")" ]] || fail "another number of batches an update gives the same"
 done
 
-# A process of two is killed, which have divided gradients and the optimizer's state.
+# Kills one of two ranks that shard gradients and the optimizer's state.
 settings=("${options[@]}" --batch-size 8 --epochs 20 --save-every 20 --shard gradients)
 straight=$("$launch" 2 "$example" "${settings[@]}" --save "$directory/straight")
-kill_one() {  # when there is a state, which has lost its temporary name
+kill_one() {  # after a state has its final name
   local process
   until compgen -G "$directory/$1/step-*/manifest.json" | grep -qv '\.tmp-'; do sleep 0.05; done
   for process in /proc/[0-9]*; do
@@ -93,9 +93,9 @@ expect_same "$(results "$killed" | tail -n 3)" "$(results "$straight" | tail -n 
 cmp "$(ls -d "$directory"/straight/step-* | tail -n 1)/model.safetensors" \
       "$(ls -d "$directory"/killed/step-* | tail -n 1)/model.safetensors" || fail "other weights after a kill"
 
-# The launcher passes signals on, and waits for what they bring about.
+# The launcher passes signals on, and waits for the processes to end.
 for signal in INT TERM; do
-  : > "$directory/output"  # what the last signal brought about is not to be taken for this one's
+  : > "$directory/output"  # removes the output of the previous signal
   "$launch" 2 bash -c 'trap "sleep 1; echo saved; exit 3" INT TERM; echo ready; while :; do sleep 0.05; done' \
     > "$directory/output" 2>&1 &
   id=$!
@@ -106,7 +106,7 @@ for signal in INT TERM; do
   (( status == 3 && $(grep -c saved "$directory/output") == 2 )) || fail "$signal: $status, $(cat "$directory/output")"
 done
 
-# SIGTERM to one of them ends both after the same window, with a state.
+# SIGTERM to one rank ends both after the same window, with a state.
 kill_one stopped TERM &
 status=0
 stopped=$("$launch" 2 "$example" "${settings[@]}" --save "$directory/stopped" 2> "$directory/errors") || status=$?

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The FashionMNIST example has two starting points, the loop by hand and the Trainer: they train alike, with and
-// without checkpoints.
+// The FashionMNIST example has two starting points, the loop by hand and the Trainer, which give the same results, with
+// and without checkpoints.
 #include "support/catch.hpp"
 
 #include "compare_checkpoint.hpp"
@@ -12,7 +12,7 @@
 
 namespace {
 
-// Images of random pixels: 8 batches of 12, or as many as are asked for.
+// Makes images of random pixels, by default 8 batches of 12.
 fashion_mnist::Dataset dataset(std::int64_t images = 96) {
   torch::manual_seed(3);
   const auto split = [](std::int64_t rows) {
@@ -53,7 +53,7 @@ TEST_CASE("FashionMNIST: the loop by hand and the Trainer give the same paramete
   CHECK_FALSE(at::equal(trained(options, true).parameters, with_trainer.parameters));
 }
 
-TEST_CASE("FashionMNIST: both loops draw the loss of each window, also of one that a flush ends") {
+TEST_CASE("FashionMNIST: both loops plot the loss of each window, also of one that a flush ends") {
   const testing::Directory directory;
   fashion_mnist::Options options;
   options.device = "cpu";
@@ -76,7 +76,7 @@ TEST_CASE("FashionMNIST: both loops draw the loss of each window, also of one th
   }
 }
 
-TEST_CASE("FashionMNIST: a device replays steps as graphs, which changes no parameter", "[cuda]") {
+TEST_CASE("FashionMNIST: a device replays steps as graphs without changing parameters", "[cuda]") {
   if (!torch::cuda::is_available() || !testing::has_graphs(at::kCUDA)) SKIP("needs a CUDA device with graphs");
   auto data = dataset();
   for (auto* split : {&data.train, &data.test}) *split = {split->images.cuda(), split->labels.cuda()};
@@ -102,7 +102,7 @@ TEST_CASE("FashionMNIST: a device replays steps as graphs, which changes no para
   CHECK(report.eager == 0);
 }
 
-TEST_CASE("FashionMNIST: a network with checkpoints trains to the parameters of the plain one, to the bit") {
+TEST_CASE("FashionMNIST: a network with checkpoints trains bitwise the parameters of the plain one") {
   fashion_mnist::Options options;
   options.depth = 4;
   options.batch_size = 12;
@@ -124,14 +124,14 @@ TEST_CASE("FashionMNIST: a network with checkpoints trains to the parameters of 
     CHECK(checkpointed.accuracy == plain.accuracy);
     const auto plan = checkpointed.setup->model->plan();
     INFO(plan.schedule << ", least " << plan.least_bytes << ", plain " << plan.plain.peak_bytes);
-    CHECK((plan.schedule.find('[') == std::string::npos) == (choice == "1"));  // one segment: nothing runs again
+    CHECK((plan.schedule.find('[') == std::string::npos) == (choice == "1"));  // one segment: no recomputation
     if (plan.memory_budget) CHECK(plan.plain.peak_bytes > *plan.memory_budget);
   }
   options.seed = 1;
   CHECK_FALSE(at::equal(trained(options, with_trainer).parameters, plain.parameters));
 }
 
-TEST_CASE("FashionMNIST: forward and backward of a network with checkpoints hold less") {
+TEST_CASE("FashionMNIST: forward and backward of a network with checkpoints need less memory") {
   fashion_mnist::Options options;
   options.device = "cpu";
   options.depth = 8;
@@ -151,7 +151,7 @@ TEST_CASE("FashionMNIST: forward and backward of a network with checkpoints hold
   CHECK(costs[2].peak_bytes < costs[0].peak_bytes);
 }
 
-TEST_CASE("FashionMNIST: the network has the depth it is asked for, and 784-512-512-10 is the default") {
+TEST_CASE("FashionMNIST: the network has the requested depth, and 784-512-512-10 is the default") {
   for (const std::int64_t depth : {1, 2, 7}) {
     auto layers = fashion_mnist::make_layers(depth);
     CHECK(static_cast<std::int64_t>(layers->size()) == fashion_mnist::module_count(depth));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// write_idx_files DIRECTORY: a tiny data set in the format of FashionMNIST, for fashion_mnist.test.cmake.
+// write_idx_files DIRECTORY: writes a tiny data set in FashionMNIST's format, for fashion_mnist.test.cmake.
 
 #include <cstdio>
 #include <exception>

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""example.py PROGRAM FOLDER LIBRARY: the program examples/exported_model trains a model of the tests, and goes on."""
+"""example.py PROGRAM FOLDER LIBRARY: examples/exported_model trains a model of the tests, and resumes."""
 
 import json
 import pathlib
@@ -16,7 +16,7 @@ from compile_step import Manifest  # noqa: E402
 
 
 def export_with_library(exported, library, folder):
-    """A copy of an export of the tests, which have its code in the program, with that code as a library."""
+    """Copies a test's export, whose code is in the program, and adds that code as a library."""
     shutil.copytree(exported, folder)
     manifest = Manifest(folder, json.loads((folder / "manifest.json").read_text()))
     manifest.add(f"graph-0.{manifest['graph-0.code']}.so", pathlib.Path(library).read_bytes())
@@ -24,7 +24,7 @@ def export_with_library(exported, library, folder):
 
 
 def data_of(batches, path):
-    """All rows of the batches of Python's training."""
+    """Returns all rows of the batches of Python's training."""
     tensors = load_file(batches)
     names = ("input_ids", "attention_mask", "labels")
     count = sum(name.startswith("loss.") for name in tensors)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """export_models.py FOLDER NAME...: exports models of the tests, and trains each in Python: FOLDER/NAME is the export,
-FOLDER/NAME.N.cpp its code, and FOLDER/NAME.safetensors the batches with what Python computed."""
+FOLDER/NAME.N.cpp its code, and FOLDER/NAME.safetensors the batches with Python's results."""
 
 import contextlib
 import json
@@ -43,7 +43,7 @@ ROWS, UPDATES = 4, 20
 
 
 class Own(torch.nn.Module):
-    """A normalisation that moves, random numbers, a tied and a frozen parameter, and a buffer that is not saved."""
+    """Running statistics, random numbers, a tied and a frozen parameter, and a buffer that is not saved."""
 
     def __init__(self):
         super().__init__()
@@ -62,7 +62,7 @@ class Own(torch.nn.Module):
 
 
 class Small(torch.nn.Module):
-    """What is exported in float16."""
+    """The module that is exported in float16."""
 
     def __init__(self):
         super().__init__()
@@ -74,7 +74,7 @@ class Small(torch.nn.Module):
 
 @contextlib.contextmanager
 def all_in_float64():
-    """Parts that transformers computes in float32 whatever the model's dtype are computed in float64, to compare those."""
+    """Computes in float64 the parts that transformers always computes in float32, to compare exactly."""
     to, softmax = torch.Tensor.to, torch.nn.functional.softmax
 
     def kept(tensor, *arguments, **named):
@@ -117,13 +117,13 @@ def export_of_hugging_face(folder, name, kind, more):
     def loss(batch):
         with torch.autocast("cpu", autocast, enabled=autocast is not None):
             mean = model(**batch).loss
-        counted = batch["labels"][:, 1:] if TASKS[kind] == "causal-lm" else batch["labels"]  # of a text from its second token on
+        counted = batch["labels"][:, 1:] if TASKS[kind] == "causal-lm" else batch["labels"]  # a text counts from its second token on
         return mean, int((counted != -100).sum())
     return model, sample, loss
 
 
 def export_of_own(folder, name, module, autocast):
-    """Exports a module of the tests; all kinds of passes, without autocast."""
+    """Exports a module of the tests, with all kinds of passes, without autocast."""
     torch.manual_seed(1)
     model = module()
 
@@ -141,10 +141,10 @@ def export_of_own(folder, name, module, autocast):
 
 
 def trained(model, sample, loss, least_rows, scale):
-    """Trains by windows of two micro-batches of different sizes; with a loss scale, unless it is 0. Returns the batches,
-    losses and parameters."""
+    """Trains with windows of two micro-batches of different sizes; with a loss scale, unless it is 0. Returns the
+    batches, losses and parameters."""
     scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1, enabled=scale != 0)
-    # A gradient that is zero in exact arithmetic is noise, and a small eps would make steps of it.
+    # A gradient that is exactly 0 in theory is noise, and a small eps would turn it into full steps.
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3, eps=1e-4, weight_decay=0.1)
     kept = {}
     torch.manual_seed(7)

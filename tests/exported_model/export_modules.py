@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What gradaccum_export makes of unusual modules, or refuses."""
+"""Tests gradaccum_export with unusual modules, and with ones that it refuses."""
 
 import contextlib
 import io
@@ -31,7 +31,7 @@ def loss(output, batch):
 
 
 def values_of(module, batch=BATCH, loss=loss, name="model", **options):
-    """Exports a training step. Returns what the manifest says, and what was printed."""
+    """Exports a training step. Returns the manifest's values, and the output."""
     options = {"passes": ("training",), "capability": "DEFAULT", "source_only": True, **options}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         gradaccum_export.export(module, batch, loss, folder / name, **options)
@@ -101,7 +101,7 @@ def test_what_torch_cannot_trace_is_told_with_the_line():
 
 
 def counting(how):
-    """A module whose forward counts in some way; what it keeps, as a text; and a loss."""
+    """Returns a module whose forward calls `how`, which counts, and a function that returns the counted state."""
     module = Module(lambda self, x: (how(self), self.linear(x))[1])
     module.step, module.seen, module.deep, module.moved = 0, [], {"of": types.SimpleNamespace(n=0)}, torch.zeros(2)
     return module, lambda: repr((module.step, module.seen, module.deep, module.moved, random.getstate()))
@@ -148,7 +148,7 @@ def test_folders_of_killed_exports_are_removed():
 
 
 def items_of(loss, labels, module=None, **options):
-    """Over how many items the loss of an export is a mean; None for the rows."""
+    """Returns the number of items over which an export's loss is a mean; None for the rows."""
     options = {"forward": None, "items": None, "target": "labels", "autocast": None, **options}
     exporter = gradaccum_export._Exporter(module or Module(), loss, folder=folder, **options)
     with exporter.mode("training"):
@@ -173,7 +173,7 @@ def test_items_are_the_classes_that_a_mean_takes():
 
 
 class Checkpointed(Module):
-    """What is in checkpoints, with values that it keeps and does not count."""
+    """A module with checkpoints that contain uncounted state."""
 
     def __init__(self):
         super().__init__()
@@ -268,7 +268,7 @@ class Attention(nn.Module):
 
 
 def test_a_gradient_that_is_mere_rounding_is_no_difference():
-    """That of the bias of an attention's keys: the compiled code attends by other operations."""
+    """Accepts the key bias of an attention, which only has rounding errors: compiled code uses other operations."""
     values, printed = values_of(Attention(), loss=lambda output, batch: 100 * loss(output, batch))
     assert values["graph-0.any_rows"] == "Long [*], Float [*, 4]", printed
 

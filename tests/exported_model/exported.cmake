@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# The tests of exported models. When they are built, Python's torch, the one that LibTorch is a part of, exports small
-# models of transformers and trains them; their C++ is built into the tests. compiled_step/steps.cmake comes before.
+# The tests of exported models. When they are built, the Python torch that contains LibTorch exports small models of
+# transformers and trains them; their C++ is built into the tests. Needs compiled_step/steps.cmake before.
 
-if(problem) # as said there
+if(problem) # already printed there
   return()
 endif()
 set(names bert vit llama_bf16 own half)
 set(architectures bert vit) # in float64
-if(GRADACCUM_WEEKLY_TESTS) # each takes Python ten seconds and more
+if(GRADACCUM_WEEKLY_TESTS) # each takes Python at least ten seconds
   list(APPEND names llama gpt2 bloom)
   list(APPEND architectures llama gpt2 bloom)
 endif()
@@ -55,12 +55,12 @@ target_compile_definitions(gradaccum.tests.exported_model
   PRIVATE "EXPORTED_LIBRARY=\"$<TARGET_FILE:gradaccum.tests.exported_library>\"")
 add_dependencies(gradaccum.tests.exported_model gradaccum.tests.exported_library)
 
-# Python reads what the tests saved.
+# Python reads the weights that the tests saved.
 set_tests_properties(exported_model.exported_model PROPERTIES FIXTURES_SETUP weights_of_exported_models)
 add_test(NAME exported_model.read_by_python COMMAND "${CMAKE_COMMAND}" -E env "PYTHONPATH=${packages}"
   "CXX=${CMAKE_CXX_COMPILER}" "${python}" "${CMAKE_CURRENT_SOURCE_DIR}/exported_model/read_weights.py" "${folder}")
 set_tests_properties(exported_model.read_by_python PROPERTIES FIXTURES_REQUIRED weights_of_exported_models)
-if(NOT sanitized OR GRADACCUM_WEEKLY_TESTS) # it is Python's alone
+if(NOT sanitized OR GRADACCUM_WEEKLY_TESTS) # runs only Python code
   add_test(NAME exported_model.export_modules COMMAND "${CMAKE_COMMAND}" -E env "PYTHONPATH=${packages}"
     "CXX=${CMAKE_CXX_COMPILER}" "${python}" "${CMAKE_CURRENT_SOURCE_DIR}/exported_model/export_modules.py")
   set_tests_properties(exported_model.export_modules PROPERTIES LABELS "exported_model;exports")

@@ -45,13 +45,13 @@ ga::ExportedModel model_of(const std::string& name) {
   return ga::ExportedModel(exported / name, {.code = ga::InProgram{name}});
 }
 
-/// The difference of two tensors, relative to their norm; a bias that has no gradient but rounding stays near 0.
+/// Returns the difference of two tensors, relative to their norm; a bias without a true gradient stays near 0.
 double off(const at::Tensor& got, const at::Tensor& wanted) {
   const auto exact = wanted.detach().to(at::kDouble);
   return ((got.detach() - exact).norm() / (exact.norm() + 1e-3)).item<double>();
 }
 
-/// The batches of Python's training, and what it computed.
+/// The batches and results of Python's training.
 struct Oracle {
   explicit Oracle(const std::string& name) : tensors(ga::io::load_file(exported / (name + ".safetensors"))) {
     for (;; ++batches) {
@@ -86,7 +86,7 @@ struct Differences {
   double losses = 0, weights = 0;
 };
 
-/// Trains as Python did: windows of two micro-batches of different sizes, clipped.
+/// Trains as Python did, in windows of two micro-batches of different sizes, with clipping.
 Differences differences_from_python(const std::string& name, int steps = 2,
                                     const ga::AmpScalerOptions& scale = {.enabled = false}) {
   const Oracle oracle(name);
@@ -122,7 +122,7 @@ at::Tensor flat(ga::ExportedModel& model) {
   return torch::cat(all);
 }
 
-/// Returns an error if it lacks one of the parts that it should have; else nothing.
+/// Returns an empty text if the error has all of these parts, else the error.
 std::string beside(const std::string& error, const std::vector<std::string>& parts) {
   const bool all = std::ranges::all_of(parts, [&](auto& part) { return error.find(part) != std::string::npos; });
   return all ? "" : "only: " + error;
@@ -152,14 +152,14 @@ class Folder {
   inner::Manifest manifest;
 };
 
-/// What goes wrong when the code in this program meets a folder.
+/// Returns the error of loading a folder with the code in this program.
 std::string error_of_folder(const Folder& folder, const std::string& code = "bert") {
   return error_of([&] { ga::ExportedModel(folder.write(), {.code = ga::InProgram{code}}); });
 }
 
 }  // namespace
 
-TEST_CASE("ExportedModel: twenty updates by windows and clipping are Python's, for each architecture in float64") {
+TEST_CASE("ExportedModel: twenty updates with windows and clipping equal Python's, for each architecture in float64") {
   for (const std::string name : {ARCHITECTURES}) {
     INFO(name);
     const auto found = differences_from_python(name);
@@ -168,19 +168,19 @@ TEST_CASE("ExportedModel: twenty updates by windows and clipping are Python's, f
   }
 }
 
-TEST_CASE("ExportedModel: in float32, with a normalisation, dropout and tied weights, to rounding") {
+TEST_CASE("ExportedModel: in float32, with normalization, dropout and tied weights, equal up to rounding") {
   const auto found = differences_from_python("own");
   CHECK(found.losses < 1e-4);
   CHECK(found.weights < 1e-3);
 }
 
-TEST_CASE("ExportedModel: in mixed precision, to that of bfloat16") {
+TEST_CASE("ExportedModel: in mixed precision, equal up to bfloat16's rounding") {
   const auto found = differences_from_python("llama_bf16");
   CHECK(found.losses < 0.02);
   CHECK(found.weights < 0.05);
 }
 
-TEST_CASE("ExportedModel: in float16, whose loss scale goes through the code") {
+TEST_CASE("ExportedModel: in float16, with a loss scale inside the code") {
   const auto found = differences_from_python("half", 2, {.init_scale = 1024});
   CHECK(found.losses < 2e-3);
   CHECK(found.weights < 5e-3);
@@ -197,7 +197,7 @@ TEST_CASE("ExportedModel: other windows than Python's give other weights") {
   CHECK(differences_from_python("bert", 4).weights > 1e-4);
 }
 
-TEST_CASE("ExportedModel: a library in the folder is loaded, and computes what the code in the program does") {
+TEST_CASE("ExportedModel: a library in the folder is loaded, and gives the results of the code in the program") {
   Folder folder;
   const auto name = "graph-0." + std::get<std::string>(folder.manifest.values.at("graph-0.code")) + ".so";
   folder.put(name, testing::text_of(EXPORTED_LIBRARY));
@@ -212,18 +212,18 @@ TEST_CASE("ExportedModel: a library in the folder is loaded, and computes what t
   };
   CHECK(at::equal(gradients_of(loaded), gradients_of(built_in)));
 
-  Folder damaged;  // another: code that runs must not be overwritten
+  Folder damaged;  // another folder, because loaded code must not be overwritten
   damaged.put(name, "no library");
   CHECK(beside(error_of([&] { ga::ExportedModel model(damaged.write()); }), {"must be a library"}) == "");
   testing::write_text(damaged.path / name, "another");
   CHECK(beside(error_of([&] { ga::ExportedModel model(damaged.path); }), {name}) == "");
 }
 
-TEST_CASE("ExportedModel: has Python's names, and modes as Python has them") {
+TEST_CASE("ExportedModel: has Python's names and modes") {
   auto model = model_of("own");
   const auto parameters = model->named_parameters();
   CHECK(parameters.contains("middle.weight"));
-  CHECK_FALSE(parameters.contains("again.weight"));  // it is tied
+  CHECK_FALSE(parameters.contains("again.weight"));  // a tied name
   CHECK_FALSE(parameters["again.bias"].requires_grad());
   CHECK(model->named_buffers().contains("norm.running_mean"));
   CHECK(model->passes() == std::vector<std::string>{"training of labels Long [*], x Float [*, 6]",
@@ -266,7 +266,7 @@ TEST_CASE("ExportedModel: an index out of range is an error that names it, on an
     CHECK(beside(error_of_batch("input_ids", index),
                  {c10::str("index ", index, " must be in [0, 40); input_ids has it at [3, 9]")}) == "");
   CHECK(beside(error_of_batch("labels", 3), {"index 3 must be in [0, 3)", "; labels has it at [3]"}) == "");
-  CHECK(error_of_batch("labels", -100) == "");  // which is ignored
+  CHECK(error_of_batch("labels", -100) == "");  // an ignored label
 
   const auto seed_and_run = [&](ga::ExportedModel& of) {
     torch::manual_seed(3);
@@ -295,10 +295,10 @@ TEST_CASE("ExportedModel: items are tokens for a language model") {
   CHECK(counted < 36);
 }
 
-TEST_CASE("ExportedModel: items are the labels that count for a classification") {
+TEST_CASE("ExportedModel: items are the labels that are not ignored for a classification") {
   auto model = model_of("bert");
   const auto batch = Oracle("bert").batch(0);
-  CHECK((batch.at("labels") != -100).sum().item<double>() == 2);  // of 4 rows
+  CHECK((batch.at("labels") != -100).sum().item<double>() == 2);  // 2 of 4 rows
   CHECK(model->loss(batch).items == 2);
   auto none = batch;
   none["labels"] = torch::full({4}, -100, at::kLong);
@@ -323,7 +323,7 @@ TEST_CASE("ExportedModel: parameters may be frozen, and not unfrozen") {
         "");
 }
 
-TEST_CASE("ExportedModel: batches and modes that were not exported are errors that say which were") {
+TEST_CASE("ExportedModel: batches and modes that were not exported are errors that list the exported ones") {
   auto model = model_of("bert");
   auto batch = Oracle("bert").batch(0);
   const auto error = [&](ga::io::Tensors other) { return error_of([&] { model->loss(other); }); };
@@ -354,7 +354,7 @@ TEST_CASE("ExportedModel: batches and modes that were not exported are errors th
   CHECK(beside(error(batch), {"must be as they were exported"}) == "");
 }
 
-TEST_CASE("ExportedModel: under a Trainer it validates, and goes on from a state to the bit") {
+TEST_CASE("ExportedModel: under a Trainer it validates, and resumes bitwise from a state") {
   const testing::Directory directory;
   const Oracle oracle("own");
   const auto run = [&](std::uint64_t seed, std::int64_t updates, bool saves) {
@@ -368,7 +368,7 @@ TEST_CASE("ExportedModel: under a Trainer it validates, and goes on from a state
                         ga::Validate(data, ga::Accuracy()));
     const auto report =
         trainer.fit(data, {.epochs = 2, .updates = updates, .resume = saves ? directory / "states" : fs::path()});
-    if (updates == 100) CHECK(report.validations.size() == (saves ? 3 : 2));  // one where the first run ended
+    if (updates == 100) CHECK(report.validations.size() == (saves ? 3 : 2));  // one at the end of the first run
     return flat(model);
   };
   const auto straight = run(3, 100, false);
@@ -376,7 +376,7 @@ TEST_CASE("ExportedModel: under a Trainer it validates, and goes on from a state
   CHECK(at::equal(run(4, 100, true), straight));
 }
 
-TEST_CASE("ExportedModel: two ranks are one process with windows twice as long, divided or not") {
+TEST_CASE("ExportedModel: two ranks equal one process with windows twice as long, sharded or not") {
   const auto shard = GENERATE(ga::Shard::none, ga::Shard::gradients);
   const auto all = Oracle("vit").all();
   auto one = model_of("vit");
@@ -398,7 +398,7 @@ TEST_CASE("ExportedModel: two ranks are one process with windows twice as long, 
   CHECK(off(before, flat(one)) > 1e-3);
 }
 
-TEST_CASE("ExportedModel: saved weights are loaded again, and by Python") {
+TEST_CASE("ExportedModel: saved weights are loaded again, also by Python") {
   for (const auto* const name : {"vit", "own"}) {
     auto model = model_of(name), other = model_of(name);
     const auto before = flat(other);
@@ -454,7 +454,7 @@ TEST_CASE("ExportedModel: files may be links, as in Hugging Face's cache") {
                {"model.safetensors: must have"}) == "");
 }
 
-TEST_CASE("ExportedModel: what is not Python's export any more is named") {
+TEST_CASE("ExportedModel: changed files of an export are named") {
   Folder folder;
   CHECK(error_of_folder(folder) == "");
   CHECK(beside(error_of_folder(folder, "vit"), {"must be the export that was built into this program"}) == "");
@@ -518,7 +518,7 @@ TEST_CASE("ExportedModel: what is not Python's export any more is named") {
         "");
 }
 
-TEST_CASE("ExportedModel: a manifest of other bytes is refused or harmless") {
+TEST_CASE("ExportedModel: a manifest with changed bytes is refused or harmless") {
   const Folder folder;
   const auto whole = inner::text_of(folder.manifest);
   std::mt19937 random(5);

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""read_weights.py FOLDER: the weights that C++ saved are read by Python, where they compute what they computed in C++."""
+"""read_weights.py FOLDER: Python reads the weights that C++ saved, and must compute the same as C++."""
 
 import pathlib
 import sys

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compiled with -ffast-math, for which std::isnan(x) is false: what the library finds is not.
+// Compiled with -ffast-math, which makes std::isnan(x) false. The library must still find non-finite numbers.
 #include "support/catch.hpp"
 
 #include <gradaccum/gradaccum.hpp>
@@ -20,7 +20,7 @@ using namespace testing;
 
 namespace {
 
-// Numbers that the compiler knows nothing of, and a test by their bits.
+// Numbers that the compiler cannot predict, and a test of their bits.
 double made(std::uint64_t bits) {
   volatile std::uint64_t hidden = bits;
   return std::bit_cast<double>(std::uint64_t(hidden));
@@ -70,10 +70,10 @@ TEST_CASE("-ffast-math: an overflow is skipped, and halves the scale") {
   grows.scale(slope(probe, 0.0)).backward();
   grows.step(probe.adamw);
   grows.update();
-  CHECK(grows.get_scale() == 0x1p127);  // twice that is no float
+  CHECK(grows.get_scale() == 0x1p127);  // twice that exceeds float
 }
 
-TEST_CASE("-ffast-math: the best number is found, and NaN is none") {
+TEST_CASE("-ffast-math: the best number is found, and NaN does not count") {
   ga::EarlyStopping stopping{.patience = 2};
   CHECK(is_nan(stopping.best));
   CHECK_FALSE(stopping.add(0.9));
@@ -109,7 +109,7 @@ TEST_CASE("-ffast-math: numbers that must be finite are refused") {
   REQUIRE_ERROR("growth_factor must be > 1", ga::AmpScaler({.growth_factor = infinity()}));
 }
 
-TEST_CASE("-ffast-math: numbers are written as what they are") {
+TEST_CASE("-ffast-math: non-finite numbers are written correctly") {
   const Directory directory;
   {
     ga::MetricsFile json({.path = directory / "a.jsonl"}), csv({.path = directory / "a.csv"});
@@ -155,7 +155,7 @@ TEST_CASE("-ffast-math: a block of moments of 8 bits with a number that is not f
   }
 }
 
-TEST_CASE("-ffast-math: gradients that are not finite are equal to none") {
+TEST_CASE("-ffast-math: non-finite gradients equal no others") {
   auto model = make_model();
   const auto batches = make_batches({4});
   const auto report = ga::verify_accumulation(

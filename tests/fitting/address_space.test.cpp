@@ -22,7 +22,7 @@ std::int64_t address_space() {
   return pages * 4096;
 }
 
-/// This process gets so many bytes of addresses more, and no others, as `ulimit -v` does it.
+/// Limits this process to a number of additional bytes of addresses, as `ulimit -v` does.
 class AddressLimitScope {
  public:
   explicit AddressLimitScope(std::int64_t more) {
@@ -70,7 +70,7 @@ TEST_CASE("FitMemory: trains within an address space that a batch exceeds") {
     CHECK(memory.plan().last_rows.size() > 1);
     return memory.plan();
   };
-  check({});                                      // what there is, as the limit says
-  CHECK(check({.budget = ga::GiB}).replays > 0);  // more than there is
+  check({});                                      // the available memory, from the limit
+  CHECK(check({.budget = ga::GiB}).replays > 0);  // more than available
 #endif
 }

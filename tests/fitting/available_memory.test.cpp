@@ -27,7 +27,7 @@ bool is_out_of_memory(const Error& error) {
 
 }  // namespace
 
-TEST_CASE("bytes_after: a number of a list, and nothing else") {
+TEST_CASE("bytes_after: reads a number of a list, and nothing else") {
   const std::string lines =
       "MemFree:  12 kB\nMemAvailable:    34 kB\ninactive_file 56\nbad x\nlarge 99999999999999999999\n";
   CHECK(inner::bytes_after("MemAvailable", lines) == 34 * 1024);
@@ -36,7 +36,7 @@ TEST_CASE("bytes_after: a number of a list, and nothing else") {
   CHECK_FALSE(inner::bytes_after("x", "x -5\n"));
 }
 
-TEST_CASE("memory_left_by_groups: of version 2, the least on the way up") {
+TEST_CASE("memory_left_by_groups: version 2: the least of a group and its parents") {
   const MemoryGroups groups("0::/pod/box\n");
   CHECK_FALSE(groups.left());
   groups.write("pod/box/memory.max", "max\n");
@@ -51,7 +51,7 @@ TEST_CASE("memory_left_by_groups: of version 2, the least on the way up") {
   CHECK(groups.left() == 400);
 }
 
-TEST_CASE("memory_left_by_groups: of version 1") {
+TEST_CASE("memory_left_by_groups: version 1") {
   const MemoryGroups groups("5:memory:/box\n4:cpu:/other\n");
   groups.write("memory/box/memory.limit_in_bytes", "1000\n");
   groups.write("memory/box/memory.usage_in_bytes", "400\n");
@@ -59,7 +59,7 @@ TEST_CASE("memory_left_by_groups: of version 1") {
   CHECK(groups.left() == 650);
 }
 
-TEST_CASE("available_memory: this machine's is some of it") {
+TEST_CASE("available_memory: a part of this machine's memory") {
   const auto available = inner::available_memory(torch::kCPU);
   if (!std::filesystem::exists("/proc/meminfo")) return;
   REQUIRE(available);
@@ -67,7 +67,7 @@ TEST_CASE("available_memory: this machine's is some of it") {
   CHECK(*available < std::int64_t{1} << 46);
 }
 
-TEST_CASE("is_out_of_memory: of a device, of the CPU and of new; nothing else") {
+TEST_CASE("is_out_of_memory: errors of devices, of the CPU and of new; nothing else") {
   CHECK(is_out_of_memory(std::bad_alloc()));
   CHECK(is_out_of_memory(c10::OutOfMemoryError({"f", "f", 1}, "CUDA out of memory")));
   CHECK(is_out_of_memory(c10::Error({"f", "f", 1}, "DefaultCPUAllocator: can't allocate memory")));

@@ -32,14 +32,14 @@ torch::nn::Sequential stages(std::int64_t width = 16) {
   return all;
 }
 
-/// A search of a model with one such part.
+/// A search of a model with one checkpointed part.
 struct Search {
   ga::CheckpointedSequential part{stages(), ga::CheckpointedSequentialOptions{.memory_budget = 1}};
   torch::nn::Sequential model{torch::nn::Linear(16, 16)};
   inner::CheckpointSearch search;
 
   Search() { search.find_parts(*model, {part}); }
-  /// Three micro-batches. True if the way is another then.
+  /// Reports three micro-batches. Returns whether the search changed its way.
   bool took(std::int64_t elements, double seconds_each, bool left = true) {
     const auto before = search.way();
     for (const double slower : {1.5, 1.0, 1.2}) {
@@ -50,7 +50,7 @@ struct Search {
   }
 };
 
-/// A small U-Net of three parts, which do not need the same.
+/// A small U-Net of three parts with different needs.
 struct UNet : torch::nn::Module {
   UNet()
       : down(register_module("down", part(1, 8))),
@@ -75,7 +75,7 @@ struct UNet : torch::nn::Module {
   torch::nn::Conv2d last;
 };
 
-/// A chain of twelve stages as one part.
+/// A chain of twelve stages in one part.
 struct Stack : torch::nn::Module {
   Stack()
       : all(register_module(
@@ -85,7 +85,7 @@ struct Stack : torch::nn::Module {
   ga::CheckpointedSequential all;
 };
 
-/// The peak of each of four updates of such a network.
+/// Returns the peak of each of four updates of such a network.
 template <class Network>
 std::vector<std::int64_t> peaks_of_updates(const ga::FitMemory& memory, const at::Tensor& x) {
   torch::manual_seed(1);
@@ -105,17 +105,17 @@ std::vector<std::int64_t> peaks_of_updates(const ga::FitMemory& memory, const at
   return peaks;
 }
 
-/// The bytes that a refusal of this text asks for.
+/// Returns the bytes that a refusal names.
 std::int64_t asked_for(const std::string& text) {
   const std::string before = "FitMemory: the budget must be at least ";
   REQUIRE(text.starts_with(before));
-  CHECK_FALSE(contains(text, "memory_budget"));  // of a part, which is not the user's
+  CHECK_FALSE(contains(text, "memory_budget"));  // a part's budget is not the user's
   return std::stoll(text.substr(before.size()));
 }
 
 }  // namespace
 
-TEST_CASE("CheckpointSearch: larger micro-batches as long as they are faster") {
+TEST_CASE("CheckpointSearch: chooses larger micro-batches as long as they are faster") {
   Search s;
   CHECK(s.part->options().memory_budget == 0);  // everything is kept
   CHECK_FALSE(s.search.way().checkpointed);
@@ -127,14 +127,14 @@ TEST_CASE("CheckpointSearch: larger micro-batches as long as they are faster") {
   CHECK(s.took(8, 0.5));
   CHECK(s.search.way().most == 16);
   s.search.share(8000);
-  CHECK(s.search.budget() == 3000);  // it is planned for
+  CHECK(s.search.budget() == 3000);  // the plan's budget
   CHECK(s.took(16, 0.6));
   CHECK(s.search.way().most == 8);  // the best
   CHECK_FALSE(s.search.searches());
   CHECK_FALSE(s.took(8, 9.0));
 }
 
-TEST_CASE("CheckpointSearch: everything is kept where that is faster, or the batch fits at once") {
+TEST_CASE("CheckpointSearch: everything is kept if that is faster, or if the whole batch fits") {
   Search s;
   CHECK_FALSE(s.took(4, 1.0, /*left=*/false));
   CHECK(s.search.searches());
@@ -146,7 +146,7 @@ TEST_CASE("CheckpointSearch: everything is kept where that is faster, or the bat
   CHECK_FALSE(s.search.searches());
 }
 
-TEST_CASE("CheckpointSearch: what fails leaves the other way, if there is one") {
+TEST_CASE("CheckpointSearch: after a failure the other way remains, if there is one") {
   Search s;
   CHECK(s.search.fails());
   CHECK(s.search.way().checkpointed);
@@ -162,14 +162,14 @@ TEST_CASE("CheckpointSearch: what fails leaves the other way, if there is one") 
   CHECK_FALSE(none.searches());
 }
 
-TEST_CASE("CheckpointSearch: less and less is kept where that is too much, but not for ever") {
+TEST_CASE("CheckpointSearch: less and less is kept after failures, but not forever") {
   Search s;
   CHECK(s.search.fails());
   s.search.share(4000);
   int times = 0;
   while (s.search.fails(4)) ++times;
   CHECK(times > 20);
-  CHECK(times <= 100);  // where a byte is missing, too
+  CHECK(times <= 100);  // also if only a byte is missing
   CHECK_FALSE(s.search.fails());
 }
 
@@ -186,7 +186,7 @@ TEST_CASE("CheckpointSearch: the model itself, and each part once") {
   CHECK(part->options().memory_budget == 3000);
 }
 
-TEST_CASE("FitMemory: checkpoints make room where not even a row fits, to the bit") {
+TEST_CASE("FitMemory: checkpoints make room if not even a row fits, with the same bits") {
   const auto x = torch::randn({24, 40, 16});
   const auto train = [&](ga::FitMemory memory, bool checkpointed) {
     auto blocks = stages();
@@ -206,7 +206,7 @@ TEST_CASE("FitMemory: checkpoints make room where not even a row fits, to the bi
     CHECK((memory.plan().checkpoint_budget > 0) == checkpointed);
     return std::pair(copies(model->parameters()), memory.plan());
   };
-  // One row takes 12 activations of 2,560 bytes, and the gradients 6,528.
+  // One row needs 12 activations of 2,560 bytes, and the gradients need 6,528.
   const auto [parameters, plan] = train({.budget = 30 * 1024}, true);
   CHECK(plan.layouts.front().rows >= 1);
   CHECK(plan.replays > 0);
@@ -224,7 +224,7 @@ TEST_CASE("FitMemory: checkpoints make room where not even a row fits, to the bi
   train({.budget = ga::GiB}, false);
 }
 
-TEST_CASE("FitMemory: every budget from what checkpoints need at least trains, and a refusal names that") {
+TEST_CASE("FitMemory: every budget from the minimum of checkpoints on trains, and a refusal names the minimum") {
   const auto check = [](auto train, std::int64_t row) {
     const auto least = asked_for(error_of([&] { train(ga::FitMemory{.budget = row / 8}); }));
     CHECK(least < row);
@@ -233,7 +233,7 @@ TEST_CASE("FitMemory: every budget from what checkpoints need at least trains, a
       const ga::FitMemory memory{.budget = least * percent / 100};
       INFO("a budget of " << memory.budget << ", of which the least is " << least << ", and a row's " << row);
       const auto peaks = train(memory);
-      // The first update measures stages beside the least, or tries one row more.
+      // The first update measures stages in addition, or tries one row more.
       CHECK(peaks.front() <= memory.budget + std::max(row, memory.budget / 8));
       if (memory.budget < row) CHECK(peaks.front() <= memory.budget + memory.budget / 6);
       for (std::size_t i = 1; i < peaks.size(); ++i)
@@ -247,7 +247,7 @@ TEST_CASE("FitMemory: every budget from what checkpoints need at least trains, a
   check([&](const ga::FitMemory& memory) { return peaks_of_updates<Stack>(memory, rows); }, 47'500);
 }
 
-TEST_CASE("FitMemory: what stages take while they are measured does not count for what follows") {
+TEST_CASE("FitMemory: the memory of measuring stages does not count afterwards") {
   auto model = std::make_shared<Stack>();
   torch::optim::SGD sgd(model->parameters(), 1e-3);
   ga::GradAccumulator optimizer(sgd);
@@ -273,7 +273,7 @@ TEST_CASE("FitMemory: what stages take while they are measured does not count fo
   CHECK(update(40) == budget);
 }
 
-TEST_CASE("FitMemory: what runs out of memory with all recomputed is refused soon") {
+TEST_CASE("FitMemory: running out of memory with everything recomputed is refused soon") {
   auto model = std::make_shared<Stack>();
   torch::optim::SGD sgd(model->parameters(), 1e-3);
   ga::GradAccumulator optimizer(sgd);
@@ -300,7 +300,7 @@ TEST_CASE("FitMemory: what runs out of memory with all recomputed is refused soo
   CHECK(update(true) < 40);
 }
 
-TEST_CASE("CheckpointedSequential: a budget can be changed, and taken away") {
+TEST_CASE("CheckpointedSequential: a budget can be changed, and removed") {
   ga::CheckpointedSequential net(stages(), ga::CheckpointedSequentialOptions{.memory_budget = 20'000});
   const auto x = torch::randn({20, 16});
   net->forward(x).sum().backward();

@@ -11,8 +11,8 @@
 
 namespace testing {
 
-/// The CPU's allocator, for a scope: the `fails_at`-th allocation from now on, counted from 0, runs out of memory; of
-/// more than `most` bytes any does.
+/// Makes the CPU's `fails_at`-th allocation of a scope, counted from 0, run out of memory, and any of more than `most`
+/// bytes.
 class FailingAllocatorScope : public c10::Allocator {
  public:
   explicit FailingAllocatorScope(std::int64_t fails_at, std::size_t most = SIZE_MAX)

@@ -42,7 +42,7 @@ namespace {
 using ga::data::Batch;
 using Rows = std::vector<std::int64_t>;
 
-/// Networks whose forward pass moves something: random numbers, statistics; in float64, but for one.
+/// Networks whose forward pass changes random numbers or statistics; all but one in float64.
 torch::nn::Sequential network(const std::string& kind) {
   torch::manual_seed(1);
   torch::nn::Sequential net(torch::nn::Linear(6, 32), torch::nn::Tanh());
@@ -64,7 +64,7 @@ at::Tensor objective(torch::nn::Sequential& net, const Batch& batch) {
   return torch::mse_loss(net->forward(batch.data), batch.target);
 }
 
-/// The same batches, cut by hand.
+/// Cuts the batch into these rows.
 std::vector<Batch> cut(const Batch& batch, const Rows& rows) {
   std::vector<Batch> parts;
   std::int64_t from = 0;
@@ -76,7 +76,7 @@ std::vector<Batch> cut(const Batch& batch, const Rows& rows) {
   return parts;
 }
 
-/// All that training leaves behind.
+/// The results of a training.
 struct Trained {
   std::vector<at::Tensor> tensors;
   std::vector<Rows> rows;  // of each micro-batch, by update
@@ -88,7 +88,7 @@ std::vector<at::Tensor> left_by(torch::nn::Sequential& net) {
   return all;
 }
 
-/// A loop of one's own.
+/// Trains in a user's loop.
 Trained fitted(
     const std::string& kind, const std::vector<Batch>& batches, ga::FitMemory memory,
     const std::function<void(std::size_t)>& before = [](std::size_t) {}) {
@@ -110,7 +110,7 @@ Trained fitted(
   return trained;
 }
 
-/// The same with micro-batches of these sizes.
+/// Trains the same with micro-batches of these sizes.
 std::vector<at::Tensor> by_hand(const std::string& kind, const std::vector<Batch>& batches,
                                 const std::vector<Rows>& rows) {
   auto net = network(kind);
@@ -138,14 +138,14 @@ std::vector<Rows> whole(const std::vector<Batch>& batches) {
 
 double off(const std::vector<at::Tensor>& got, const std::vector<at::Tensor>& wanted) {
   double most = 0;
-  for (std::size_t i = 0; i + 1 < got.size(); ++i)  // the last are random numbers
+  for (std::size_t i = 0; i + 1 < got.size(); ++i)  // the last tensor has random numbers
     most = std::max(most, (got[i] - wanted[i]).abs().max().to(torch::kDouble).item<double>());
   return most;
 }
 
 }  // namespace
 
-TEST_CASE("FitMemory: an update is that of its micro-batches to the bit, and that of the batch to rounding") {
+TEST_CASE("FitMemory: an update is bitwise that of its micro-batches, and equals the batch's up to rounding") {
   const std::string kind = GENERATE("plain", "dropout", "norm", "float");
   const std::int64_t kilobytes = GENERATE(8, 16, 64, 10'000);
   CAPTURE(kind, kilobytes);
@@ -156,7 +156,7 @@ TEST_CASE("FitMemory: an update is that of its micro-batches to the bit, and tha
   const auto at_once = by_hand(kind, batches, whole(batches));
   const bool divided = trained.rows != whole(batches);
   if (kind == "plain") CHECK(off(trained.tensors, at_once) < 1e-12);
-  if (kind == "norm" && divided) CHECK(off(trained.tensors, at_once) > 1e-6);  // statistics are of micro-batches
+  if (kind == "norm" && divided) CHECK(off(trained.tensors, at_once) > 1e-6);  // statistics are over micro-batches
 }
 
 TEST_CASE("FitMemory: the peak stays within the budget, and uses it") {
@@ -171,7 +171,7 @@ TEST_CASE("FitMemory: the peak stays within the budget, and uses it") {
     for (int update = 0; update < 3; ++update) {
       const ga::MemoryMeter meter;
       memory.backward(optimizer, net, batch, objective);
-      CHECK(meter.peak_bytes() <= budget + 256);  // and the numbers that the loop keeps
+      CHECK(meter.peak_bytes() <= budget + 256);  // plus the numbers that the loop keeps
       if (update == 2 && memory.plan().layouts.front().rows < 200) CHECK(meter.peak_bytes() >= budget * 9 / 10);
       optimizer.step();
       optimizer.zero_grad();
@@ -186,7 +186,7 @@ TEST_CASE("FitMemory: the peak stays within the budget, and uses it") {
   CHECK(least > 100);
 }
 
-TEST_CASE("FitMemory: where rows are of several lengths, the peak is beyond the budget by less than one of them") {
+TEST_CASE("FitMemory: with rows of several lengths, the peak exceeds the budget by less than one row") {
   auto net = network("plain");
   torch::optim::Adam adam(net->parameters(), 0.01);
   ga::GradAccumulator optimizer(adam);
@@ -202,7 +202,7 @@ TEST_CASE("FitMemory: where rows are of several lengths, the peak is beyond the 
     optimizer.zero_grad();
     return peak;
   };
-  const auto of_a_row = [&](std::int64_t length) {  // and the gradients
+  const auto of_a_row = [&](std::int64_t length) {  // plus the gradients
     ga::FitMemory memory{.budget = ga::GiB};
     return peak_of(memory, 1, length);
   };
@@ -245,7 +245,7 @@ TEST_CASE("FitMemory: a failure at any allocation of a window is undone") {
       rows.push_back(memory.plan().last_rows);
     }
     REQUIRE(same_bits(left_by(net), by_hand(kind, batches, rows)));
-    REQUIRE(memory.plan().replays <= failed);  // not where copies were tried once more
+    REQUIRE(memory.plan().replays <= failed);  // fewer if copies were tried again
     REQUIRE(loss > 0);
     if (!failed) break;
     failures += memory.plan().replays > 0;
@@ -255,7 +255,7 @@ TEST_CASE("FitMemory: a failure at any allocation of a window is undone") {
 
 namespace {
 
-/// Two updates, in the second of which an allocation fails; what is undone then is up to `undo`.
+/// Makes two updates, the second with a failing allocation; `undo` decides what is undone.
 std::vector<at::Tensor> begun_again(const std::vector<Batch>& batches, std::int64_t fails_at, bool undoes,
                                     std::vector<Rows>& rows) {
   auto net = network("dropout");
@@ -293,7 +293,7 @@ std::vector<at::Tensor> begun_again(const std::vector<Batch>& batches, std::int6
 
 }  // namespace
 
-TEST_CASE("FitMemory: to begin again with fewer rows, and without undoing, would be seen") {
+TEST_CASE("FitMemory: restarting with fewer rows without undoing would give other results") {
   const auto batches = batches_of({16, 16});
   int seen = 0;
   for (std::int64_t at = 0; at < 40; ++at) {
@@ -305,17 +305,17 @@ TEST_CASE("FitMemory: to begin again with fewer rows, and without undoing, would
       const auto left = begun_again(batches, at, false, not_undone_rows);
       seen += off(left, by_hand("dropout", batches, not_undone_rows)) > 1e-6;
     });
-    if (!error.empty()) CHECK(contains(error, "GradAccumulator: "));  // which has seen it itself
+    if (!error.empty()) CHECK(contains(error, "GradAccumulator: "));  // detected by GradAccumulator
   }
   CHECK(seen > 5);
 }
 
-TEST_CASE("FitMemory: where memory is not known, what runs out of it says how many rows fit") {
+TEST_CASE("FitMemory: if the memory is unknown, running out of it determines how many rows fit") {
   auto net = network("plain");
   torch::optim::SGD sgd(net->parameters(), 0.01);
   ga::GradAccumulator optimizer(sgd);
   auto batch = batches_of({300}).front();
-  ga::FitMemory memory;  // all that the machine has
+  ga::FitMemory memory;  // the whole machine
   const FailingAllocatorScope allocator(-1, /*most=*/32 * 8 * 100);
   for (int update = 0; update < 4; ++update) {
     memory.backward(optimizer, net, batch, objective);
@@ -328,7 +328,7 @@ TEST_CASE("FitMemory: where memory is not known, what runs out of it says how ma
   CHECK(memory.plan().budget > 0);
 }
 
-TEST_CASE("FitMemory: what not even the least micro-batch fits is refused, and nothing has changed") {
+TEST_CASE("FitMemory: a budget below the smallest micro-batch is refused, and nothing changes") {
   auto net = network("dropout");
   torch::optim::SGD sgd(net->parameters(), 0.01);
   ga::GradAccumulator optimizer(sgd);
@@ -356,7 +356,7 @@ TEST_CASE("FitMemory: what not even the least micro-batch fits is refused, and n
   CHECK_THROWS_AS(run({.budget = ga::GiB}), c10::OutOfMemoryError);
 }
 
-TEST_CASE("FitMemory: other exceptions come out") {
+TEST_CASE("FitMemory: other exceptions are passed on") {
   auto net = network("plain");
   torch::optim::SGD sgd(net->parameters(), 0.01);
   ga::GradAccumulator optimizer(sgd);
@@ -401,7 +401,7 @@ TEST_CASE("FitMemory: other exceptions come out") {
                  "must not be combined with OptimizerInBackward"));
 }
 
-TEST_CASE("FitMemory: nothing is kept over a thousand replays") {
+TEST_CASE("FitMemory: a thousand replays keep no memory") {
   auto net = network("norm");
   torch::optim::SGD sgd(net->parameters(), 0.001);
   ga::GradAccumulator optimizer(sgd);
@@ -425,7 +425,7 @@ TEST_CASE("FitMemory: nothing is kept over a thousand replays") {
 
 namespace {
 
-/// A policy: the rows of each micro-batch so far, but of those that were taken back.
+/// A policy: records the rows of each micro-batch, without those that were taken back.
 struct RowsSeen {
   static constexpr std::string_view name = "rows_seen";
   Rows rows = {};
@@ -440,7 +440,7 @@ struct RowsSeen {
   }
 };
 
-/// A Trainer with these policies, on batches as they are, or cut by hand.
+/// Trains with these policies, on whole batches, or on batches cut by hand.
 template <class... Policies>
 Trained by_trainer(const std::string& kind, const std::vector<Batch>& batches, const ga::FitOptions& options,
                    Policies... policies) {
@@ -465,7 +465,7 @@ Trained by_trainer(const std::string& kind, const std::vector<Batch>& batches, c
 
 }  // namespace
 
-TEST_CASE("FitMemory: a Trainer makes the updates that Accumulate says, whatever fits") {
+TEST_CASE("FitMemory: a Trainer makes the updates of Accumulate, in parts of any size") {
   const std::string kind = GENERATE("plain", "dropout");
   const std::int64_t budget = GENERATE(8, 14, 40) * 1024;
   CAPTURE(kind, budget);
@@ -490,7 +490,7 @@ TEST_CASE("FitMemory: a Trainer makes the updates that Accumulate says, whatever
       }
     CHECK(sums == wanted);
 
-    // The same rows, one after the other, cut as these were; windows by samples.
+    // Trains on the same rows in order, cut in the same way; windows by samples.
     const auto all = Batch{
         torch::cat({batches[0].data, batches[1].data, batches[2].data, batches[3].data, batches[4].data}),
         torch::cat({batches[0].target, batches[1].target, batches[2].target, batches[3].target, batches[4].target})};
@@ -527,7 +527,7 @@ TEST_CASE("FitMemory: a Trainer makes the updates that Accumulate says, whatever
   check({.batch_size = 32}, {{32}, {16, 16}, {32}, {20, 12}, {32}, {4, 28}, {2}});
 }
 
-TEST_CASE("FitMemory: a Trainer takes back a part of an open window alone") {
+TEST_CASE("FitMemory: a Trainer takes back only a part of an open window") {
   const auto batches = batches_of({16, 16});
   const auto run = [&](std::int64_t fails_at, bool& failed) {
     auto net = network("dropout");
@@ -575,8 +575,8 @@ TEST_CASE("FitMemory: a Trainer takes back a part of an open window alone") {
 
 namespace {
 
-/// Whether a training in float16, with an allocation that fails in the second of its batches, has the bits of one whose
-/// batches were cut like this from the start.
+/// Returns whether a training in float16, with a failing allocation in its second batch, has the bits of one whose
+/// batches were cut in this way from the start.
 bool same_in_float16(const std::vector<Batch>& batches, std::int64_t fails_at, bool& failed) {
   std::vector<Rows> rows;
   const auto train = [](const auto& run, auto... policies) {
@@ -630,8 +630,8 @@ TEST_CASE("FitMemory: in float16, with an average of weights, a failure at any a
   CHECK(undone > 15);
 }
 
-TEST_CASE("FitMemory: in float16 the first update is taken with a scale that its batch bears, whatever fits") {
-  at::globalContext().setUserEnabledMkldnn(false);  // takes memory for float16 only where processors multiply it
+TEST_CASE("FitMemory: in float16 the first update has a scale that does not overflow, with any number of rows") {
+  at::globalContext().setUserEnabledMkldnn(false);  // oneDNN takes memory for float16 on some CPUs
   const auto as_before = c10::make_scope_exit([] { at::globalContext().setUserEnabledMkldnn(true); });
   for (const std::int64_t budget : {std::int64_t{7} * 1024, std::int64_t{20} * 1024, ga::GiB}) {
     CAPTURE(budget);
@@ -642,7 +642,7 @@ TEST_CASE("FitMemory: in float16 the first update is taken with a scale that its
                         ga::FitMemory{.budget = budget});
     CHECK(trainer.step(batches_of({96}, torch::kFloat).front()));
     const auto& plan = trainer.policy<ga::FitMemory>().plan();
-    CHECK(plan.replays == 0);  // nothing was too much
+    CHECK(plan.replays == 0);  // everything fitted
     for (const auto rows : plan.last_rows) CHECK(rows <= 2 * plan.last_rows.front());
     CHECK((plan.last_rows.size() == 1) == (budget == ga::GiB));
   }
@@ -670,7 +670,7 @@ TEST_CASE("FitMemory: with float16, its loss scale and an average of weights") {
 
 namespace {
 
-/// A policy that sees every micro-batch.
+/// A policy that counts every micro-batch.
 struct Counted {
   static constexpr std::string_view name = "counted";
   std::int64_t samples = 0;
@@ -682,7 +682,7 @@ struct Counted {
 
 }  // namespace
 
-TEST_CASE("FitMemory: what policies have seen of a micro-batch that is taken back, they have not seen") {
+TEST_CASE("FitMemory: policies forget a micro-batch that is taken back") {
   const auto batches = batches_of({16, 16, 16}, torch::kFloat);
   for (std::int64_t at = 0; at < 30; ++at) {
     CAPTURE(at);
@@ -706,7 +706,7 @@ TEST_CASE("FitMemory: what policies have seen of a micro-batch that is taken bac
   }
 }
 
-TEST_CASE("FitMemory: evaluation takes as many rows at once as training") {
+TEST_CASE("FitMemory: evaluation uses the number of rows of training") {
   const auto batches = batches_of({64, 64});
   auto net = network("plain");
   torch::optim::SGD sgd(net->parameters(), 0.01);
@@ -726,7 +726,7 @@ TEST_CASE("FitMemory: evaluation takes as many rows at once as training") {
   CHECK(loss == Approx(wanted.item<double>()));
 }
 
-TEST_CASE("FitMemory: ranks may divide their batches otherwise") {
+TEST_CASE("FitMemory: ranks may divide their batches differently") {
   const auto batches = batches_of({48, 48, 48, 48});
   auto one = network("plain");
   torch::optim::SGD sgd(one->parameters(), 0.1);
@@ -746,7 +746,7 @@ TEST_CASE("FitMemory: ranks may divide their batches otherwise") {
   for (auto& net : nets) CHECK(off(copies(net->parameters()), copies(one->parameters())) < 1e-12);
 }
 
-TEST_CASE("FitMemory: a training that goes on has its plan, to the bit") {
+TEST_CASE("FitMemory: a resumed training has its plan, to the bit") {
   const testing::Directory directory;
   const auto batches = batches_of({48, 20, 48, 48});
   const auto train = [&](std::int64_t budget, std::int64_t ends_at, bool resumes) {
@@ -772,7 +772,7 @@ TEST_CASE("FitMemory: a training that goes on has its plan, to the bit") {
 
 namespace mine {
 
-/// A batch that nobody but its author can divide.
+/// A batch that only a user's function can divide.
 struct Points {
   at::Tensor points;
   std::string name;
@@ -829,7 +829,7 @@ TEST_CASE("FitMemory: batches of any kind") {
           }) > 2);
 }
 
-TEST_CASE("FitMemory: min_rows are kept, and are refused only where they take too much themselves") {
+TEST_CASE("FitMemory: min_rows are kept, and are refused only if they need too much memory") {
   for (const std::int64_t min_rows : {2, 3, 4})
     for (std::int64_t budget = 5 * 1024; budget < 12 * 1024; budget += 700) {
       CAPTURE(min_rows, budget);
@@ -845,7 +845,7 @@ TEST_CASE("FitMemory: min_rows are kept, and are refused only where they take to
           memory.backward(optimizer, net, batch, objective);
           peak = meter.peak_bytes();
         });
-        if (!error.empty()) {  // then so many take more than that by themselves, after the first
+        if (!error.empty()) {  // min_rows alone need more than the budget
           CHECK(contains(error, "the budget must be at least "));
           ga::FitMemory enough{.budget = ga::GiB, .min_rows = min_rows};
           const ga::MemoryMeter meter;
@@ -856,14 +856,14 @@ TEST_CASE("FitMemory: min_rows are kept, and are refused only where they take to
           net->zero_grad();
           break;
         }
-        CHECK(peak <= budget + 1200);  // a row more may have been tried
+        CHECK(peak <= budget + 1200);  // one more row may have been tried
         for (const auto count : memory.plan().last_rows) CHECK(count >= min_rows);
         optimizer.discard();
       }
     }
 }
 
-TEST_CASE("FitMemory: a Trainer goes on batch by batch after a fit, and a batch is trained to its end") {
+TEST_CASE("FitMemory: a Trainer continues batch by batch after a fit, and a batch is trained to its end") {
   const auto batches = batches_of({64, 64});
   auto net = network("plain");
   torch::optim::SGD sgd(net->parameters(), 0.01);
@@ -880,7 +880,7 @@ TEST_CASE("FitMemory: a Trainer goes on batch by batch after a fit, and a batch 
   CHECK(trainer.updates() == 6);
 }
 
-TEST_CASE("FitMemory: parameters that are not the model's take part") {
+TEST_CASE("FitMemory: parameters outside of the model take part") {
   const auto batches = batches_of({16, 16});
   auto net = network("plain");
   auto weight = torch::ones({}, at::TensorOptions(torch::kDouble).requires_grad(true));
@@ -895,7 +895,7 @@ TEST_CASE("FitMemory: parameters that are not the model's take part") {
   CHECK(weight.item<double>() != 1);
 }
 
-TEST_CASE("FitMemory: parts that are padded to less say nothing of longer rows") {
+TEST_CASE("FitMemory: parts with shorter padding do not count for longer rows") {
   auto net = network("plain");
   torch::optim::SGD sgd(net->parameters(), 0.01);
   ga::GradAccumulator optimizer(sgd);
@@ -918,7 +918,7 @@ TEST_CASE("FitMemory: parts that are padded to less say nothing of longer rows")
   }
 }
 
-TEST_CASE("FitMemory: rows with fewer elements begin with what larger ones may have") {
+TEST_CASE("FitMemory: rows with fewer elements begin with the number of larger ones") {
   auto net = network("plain");
   torch::optim::SGD sgd(net->parameters(), 0.01);
   ga::GradAccumulator optimizer(sgd);

@@ -24,7 +24,7 @@ namespace {
 
 const at::Device device(at::kCUDA, 0);
 
-/// With dropout, whose random numbers are the device's.
+/// A training with dropout, whose random numbers are the device's.
 struct Training {
   torch::nn::Sequential model = with_dropout();
   torch::optim::Adam adam{model->parameters(), 0.01};
@@ -52,7 +52,7 @@ struct Training {
     rows.push_back(memory.plan().last_rows);
   }
 
-  /// The same by hand, with micro-batches of these rows.
+  /// Makes an update by hand, with micro-batches of these rows.
   void update(const std::vector<std::int64_t>& parts, const Example& batch) {
     optimizer.set_steps(static_cast<std::int64_t>(parts.size()));
     std::int64_t from = 0;
@@ -66,7 +66,7 @@ struct Training {
     CHECK(from == batch.data.size(0));
   }
 
-  /// Parameters, and what the device's generator has come to.
+  /// Returns the parameters, and the state of the device's generator.
   std::vector<at::Tensor> left() {
     return {flat(model).cpu(), at::globalContext().defaultGenerator(device).get_state().clone()};
   }
@@ -87,16 +87,16 @@ std::vector<at::Tensor> by_hand(const std::vector<Example>& batches,
 
 }  // namespace
 
-TEST_CASE("available_memory: of a device, what is free and what LibTorch keeps", "[cuda]") {
+TEST_CASE("available_memory: of a device, the free memory and the memory that LibTorch keeps", "[cuda]") {
   if (!torch::cuda::is_available()) SKIP("no CUDA device");
   const auto before = inner::available_memory(device);
-  REQUIRE(before);  // though nothing was allocated yet
+  REQUIRE(before);  // also before any allocation
   CHECK(*before > 0);
   auto held = torch::zeros({1 << 20}, at::TensorOptions(device).dtype(at::kByte));
   const auto while_held = inner::available_memory(device);
   held.reset();
   CHECK(*while_held <= *before - (1 << 20));
-  CHECK(*inner::available_memory(device) >= *while_held + (1 << 20));  // kept by LibTorch, and to be had
+  CHECK(*inner::available_memory(device) >= *while_held + (1 << 20));  // kept by LibTorch, and available
   inner::release_kept_memory(device);
   CHECK(*inner::available_memory(device) >= *while_held + (1 << 20));
 }
@@ -105,15 +105,15 @@ TEST_CASE("FitMemory: on a device it stays within its budget", "[cuda]") {
   if (!torch::cuda::is_available()) SKIP("no CUDA device");
   const auto batches = batches_on_device({400, 400, 300});
   const std::int64_t budget = GENERATE(8, 24, 64) * 1024;
-  std::optional<Workspaces> workspaces;  // as a GPU's libraries allocate them in the first micro-batch
+  std::optional<Workspaces> workspaces;  // like a GPU's libraries in the first micro-batch
   if (Workspaces::possible()) workspaces.emplace(ga::MiB);
   ga::FitMemory memory{.budget = budget};
   Training training;
   for (auto& batch : batches) {
     const ga::MemoryMeter meter;
     training.update(memory, batch);
-    const auto kept = meter.live_bytes(device);                               // workspaces, and what Adam makes
-    if (workspaces && training.rows.size() == 1) CHECK(kept >= 2 * ga::MiB);  // the loop's thread's and backward's
+    const auto kept = meter.live_bytes(device);                               // workspaces and Adam's state
+    if (workspaces && training.rows.size() == 1) CHECK(kept >= 2 * ga::MiB);  // of the loop's thread and of backward's
     CHECK(meter.peak_bytes(device) <= kept + budget);
   }
   CHECK(training.rows.back().size() > 1);
@@ -124,7 +124,7 @@ TEST_CASE("FitMemory: on a device it stays within its budget", "[cuda]") {
   CHECK(same_bits(training.left(), by_hand(batches, training.rows)));
 }
 
-TEST_CASE("FitMemory: in a Trainer on a device, the run that is not measured leaves nothing behind", "[cuda]") {
+TEST_CASE("FitMemory: in a Trainer on a device, the unmeasured first run changes nothing", "[cuda]") {
   if (!torch::cuda::is_available()) SKIP("no CUDA device");
   const auto batches = batches_on_device({1, 16});  // the first is run and undone as a whole
   Training training;
@@ -164,7 +164,7 @@ TEST_CASE("FitMemory: a device that runs out of memory for a whole batch trains 
 TEST_CASE("FitMemory: a failure at any allocation of a device is undone", "[cuda]") {
   if (!FailingAllocation::possible()) SKIP("needs the emulated device, which can be made to run out of memory");
   const auto batches = batches_on_device({16, 16});
-  const std::size_t fails_in = GENERATE(0u, 1u);  // in the first a device's libraries allocate their workspaces
+  const std::size_t fails_in = GENERATE(0u, 1u);  // a device's libraries allocate workspaces in the first
   int failures = 0;
   for (std::int64_t at = 1;; ++at) {
     CAPTURE(fails_in, at);

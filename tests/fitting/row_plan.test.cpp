@@ -15,7 +15,7 @@ using inner::RowPlan;
 
 namespace {
 
-/// What rows take: the largest of a few sums, as the memory of a network is.
+/// The memory of rows: the largest of a few sums, as in a network.
 struct Memory {
   std::vector<std::pair<std::int64_t, std::int64_t>> sums;  // a + b * rows
 
@@ -28,7 +28,7 @@ struct Memory {
 
 }  // namespace
 
-TEST_CASE("RowPlan: grows to nine tenths of the bytes and beyond them by a row at most") {
+TEST_CASE("RowPlan: grows to nine tenths of the bytes and exceeds them by at most a row") {
   std::mt19937_64 random(1);
   const auto below = [&](std::int64_t end) {
     return static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(end));
@@ -57,9 +57,9 @@ TEST_CASE("RowPlan: grows to nine tenths of the bytes and beyond them by a row a
   }
 }
 
-TEST_CASE("RowPlan: where more ran out of memory, less is tried, and that never again") {
+TEST_CASE("RowPlan: after running out of memory, fewer rows are tried, and the failed number never again") {
   for (const std::int64_t most : {1, 2, 3, 7, 100, 5000}) {
-    RowPlan plan;  // a device that tells nothing
+    RowPlan plan;  // a device without a known limit
     const auto all = std::numeric_limits<std::int64_t>::max() / 4;
     int failures = 0;
     std::int64_t rows = 0, worst = std::numeric_limits<std::int64_t>::max();
@@ -80,7 +80,7 @@ TEST_CASE("RowPlan: where more ran out of memory, less is tried, and that never 
   }
 }
 
-TEST_CASE("RowPlan: what fails where it fitted before is halved") {
+TEST_CASE("RowPlan: a number of rows that fails after it fitted is halved") {
   RowPlan plan;
   plan.measured({64, 6400}, true);
   plan.failed({64, 0});
@@ -94,7 +94,7 @@ TEST_CASE("RowPlan: what fails where it fitted before is halved") {
   CHECK(plan.rows_for(-100, 5) == 5);
 }
 
-TEST_CASE("RowPlan: a first guess gives way to what is certain") {
+TEST_CASE("RowPlan: a first guess is replaced by a measurement") {
   RowPlan plan;
   plan.measured({4, 4000}, /*certain=*/false);
   plan.measured({4, 1000}, /*certain=*/true);
@@ -106,7 +106,7 @@ TEST_CASE("RowPlan: a first guess gives way to what is certain") {
   CHECK(smaller.rows_for(1'000, 1) == 8);
 }
 
-TEST_CASE("kind_of_rows: tells shapes apart, but not numbers of rows") {
+TEST_CASE("kind_of_rows: distinguishes shapes, but not numbers of rows") {
   const auto x = torch::zeros({6, 4, 3}), y = torch::zeros({6}, torch::kLong);
   const auto kind = inner::kind_of_rows(std::pair(x, y));
   CHECK(kind.text == "Float [*, 4, 3], Long [*]");

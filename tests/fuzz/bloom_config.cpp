@@ -19,7 +19,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     const std::string_view bytes(reinterpret_cast<const char*>(data), size);
     const auto config = BloomConfig::from_json(bloom::parse_json(bytes, path), path);
     if (config.hidden_size % config.n_head != 0 || config.parameter_count() <= 0) std::abort();
-    // What it writes is what it read.
+    // The written file must be read back equal.
     const auto written = config.to_json();
     if (BloomConfig::from_json(bloom::parse_json(written.dump(), path), path).to_json() != written) std::abort();
   } catch (const std::runtime_error& error) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Reads arbitrary bytes as a CSV file of reviews, and writes what it reads.
+// Reads arbitrary bytes as a CSV file of reviews, and writes the result.
 
 #include "data/read_csv.hpp"
 #include "data/write_csv.hpp"
@@ -22,7 +22,7 @@ void require(bool holds) {
   if (!holds) std::abort();
 }
 
-/// What is read is within the limits; it can be written, and is then read again.
+/// Reads a file. A result is within the limits, and can be written and read back equal.
 void read(std::string_view bytes, const CsvLimits& limits) {
   try {
     const auto reviews = parse_csv(bytes, path, limits);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Arbitrary bytes to the reader of manifests; and the same with its checksum mended, to get past that.
+// Reads arbitrary bytes as a manifest; then corrects the checksum and reads them again, to get beyond it.
 
 #include <gradaccum/detail/io/formats.hpp>
 #include <gradaccum/detail/kernels/crc32.hpp>
@@ -20,7 +20,7 @@ void require(bool holds) {
   if (!holds) std::abort();
 }
 
-/// What could be read is what is read again when it is written. In texts, as NaN is not equal to itself.
+/// Reads a manifest. A result can be written and read back equal; compares texts, because NaN is not equal to itself.
 void read(std::string_view text) {
   try {
     const auto manifest = inner::manifest_of(text, "the file");

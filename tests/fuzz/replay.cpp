@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Without libFuzzer: tries the files of a corpus, and as many mutations of them as asked for, the same every time.
+// Replaces libFuzzer: tries the files of a corpus, and COUNT mutations of them, the same every time.
 // gradaccum.tests.fuzz NAME CORPUS COUNT
 
 #include "replay.hpp"
@@ -50,7 +50,7 @@ void mutate(std::string& bytes, const std::vector<std::string>& files) {
     case 3:
       bytes.erase(at, below(16));
       break;
-    case 4:  // again what is there
+    case 4:  // repeats a part
       bytes.insert(at, bytes.substr(below(bytes.size()), below(64)));
       break;
     default: {

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <string_view>
 
-/// What libFuzzer calls LLVMFuzzerTestOneInput.
+/// The function that libFuzzer calls: LLVMFuzzerTestOneInput.
 using TryOut = int (*)(const std::uint8_t* data, std::size_t size);
 
-/// That of tests/fuzz/<name>.cpp; null if there is none.
+/// Returns the function of tests/fuzz/<name>.cpp; null if there is none.
 TryOut find_target(std::string_view name);

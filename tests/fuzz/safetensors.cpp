@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Reads arbitrary bytes as a safetensors file; and as a header, whose data has the size that the first 8 bytes name.
+// Reads arbitrary bytes as a safetensors file, and as a header whose data has the size in the first 8 bytes.
 
 #include <gradaccum/detail/io/formats.hpp>
 
@@ -23,7 +23,7 @@ void require(bool condition) {
   if (!condition) std::abort();
 }
 
-/// What is read can be written, and is then read again.
+/// Checks that the result can be written and read back equal.
 void check(const SafetensorsHeader& header, std::uint64_t data_size) {
   std::vector<NamedSafetensorsEntry> entries(header.tensors.begin(), header.tensors.end());
   std::uint64_t bytes = 0;

@@ -24,7 +24,7 @@ void require(bool condition) {
   if (!condition) std::abort();
 }
 
-/// Ids are tokens, and those of a part of the text's length the first of them.
+/// Encodes a text. Ids must be tokens, and truncation must keep the first ones.
 std::vector<std::int64_t> encode(const BloomTokenizer& tokenizer, std::string_view text) {
   const auto ids = tokenizer.encode(text);
   for (const auto id : ids) require(id >= 0 && id < tokenizer.vocabulary_size());

@@ -23,7 +23,7 @@ void require(bool condition) {
   if (!condition) std::abort();
 }
 
-/// No name leads out of the folder, or to what is not of safetensors; and what is read is read again.
+/// Checks that names stay in the folder and are of safetensors files, and that the result can be read back equal.
 void check(const WeightMap& files) {
   for (auto& [name, file] : files) {
     require(!file.empty() && file.front() != '.' && file.size() <= 255 && file.ends_with(".safetensors"));

@@ -12,7 +12,7 @@ namespace {
 
 using Bytes = std::vector<unsigned char>;
 
-// In Python: x = 1; then bytes: x = (x * 1103515245 + 12345) % 2**32; x >> 16 & 255
+// Computes as Python: x = 1; then bytes: x = (x * 1103515245 + 12345) % 2**32; x >> 16 & 255
 Bytes sequence(std::size_t size) {
   Bytes bytes(size);
   std::uint32_t x = 1;
@@ -20,7 +20,7 @@ Bytes sequence(std::size_t size) {
   return bytes;
 }
 
-// The definition, a bit at a time.
+// Computes the CRC by definition, bit by bit.
 std::uint32_t by_definition(const unsigned char* data, std::size_t size) {
   std::uint32_t crc = 0xffffffff;
   for (std::size_t i = 0; i < size; ++i) {
@@ -50,13 +50,13 @@ TEST_CASE("crc32: Python's zlib.crc32") {
   CHECK(of(65) == 0xd4885e2a);
   CHECK(of(300) == 0xbb23997c);
   CHECK(of(100'003) == 0x40bb6194);
-  Bytes all;  // of 0 to 400 bytes, from the lowest byte
+  Bytes all;  // the checksums of 0 to 400 bytes, lowest byte first
   for (std::size_t size = 0; size <= 400; ++size)
     for (int shift = 0; shift < 32; shift += 8) all.push_back(static_cast<unsigned char>(of(size) >> shift));
   CHECK(inner::crc32(all.data(), all.size()) == 0xca43f4d5);
 }
 
-TEST_CASE("crc32: each way to compute it is the definition, at any size and address") {
+TEST_CASE("crc32: each implementation matches the definition, at any size and address") {
   const auto bytes = sequence(1200);
   int wrong = 0;
   for (std::size_t offset = 0; offset < 17; ++offset)
@@ -75,7 +75,7 @@ TEST_CASE("crc32: each way to compute it is the definition, at any size and addr
   CHECK(wrong == 0);
 }
 
-TEST_CASE("crc32: goes on at any place") {
+TEST_CASE("crc32: can continue at any position") {
   const auto bytes = sequence(300);
   const auto whole = inner::crc32(bytes.data(), bytes.size());
   for (std::size_t at = 0; at <= bytes.size(); ++at) {
@@ -84,11 +84,11 @@ TEST_CASE("crc32: goes on at any place") {
     CHECK(inner::crc32_of_both(before, after, bytes.size() - at) == whole);
     CHECK(inner::crc32(bytes.data() + at, bytes.size() - at, before) == whole);
   }
-  CHECK(inner::crc32(bytes.data() + 100, 200, 1) != inner::crc32(bytes.data() + 100, 200));  // it matters
+  CHECK(inner::crc32(bytes.data() + 100, 200, 1) != inner::crc32(bytes.data() + 100, 200));  // negative control
 }
 
 #if defined(__x86_64__)
-TEST_CASE("crc32: the factors are those that are published for this polynomial") {
+TEST_CASE("crc32: the factors equal the published ones of this polynomial") {
   STATIC_REQUIRE(inner::crc32_factor(512 + 32) == 0x154442bd4);
   STATIC_REQUIRE(inner::crc32_factor(512 - 32) == 0x1c6e41596);
   STATIC_REQUIRE(inner::crc32_factor(128 + 32) == 0x1751997d0);

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes hugging_face_folders.hpp: folders as transformers' save_pretrained writes them. Needs transformers.
+"""Writes hugging_face_folders.hpp: folders that transformers' save_pretrained writes. Needs transformers.
 
     PYTHONPATH=tests/pytorch_values python tests/io/hugging_face_folders.py
 
-The numbers of a model count in 64ths through its weights in the order of their names, which 16 bits hold exactly:
-weight_folders.test.cpp makes the same.
+The numbers of a model increase by 64ths through its weights in the order of their names, which 16 bits represent
+exactly; weight_folders.test.cpp makes the same.
 """
 import pathlib
 import tempfile

@@ -30,14 +30,14 @@ Manifest typical() {
   return manifest;
 }
 
-/// With the right checksum.
+/// Corrects the checksum.
 std::string mended(std::string text) {
   const auto at = text.find("\"crc32\": \"") + 10;
   text.replace(at, 8, "00000000");
   return text.replace(at, 8, inner::crc32_text(inner::crc32(text.data(), text.size())));
 }
 
-/// The typical one's text, with `from` replaced by `to`, and the right checksum.
+/// Replaces `from` by `to` in a typical text, and corrects the checksum.
 std::string changed(const std::string& from, const std::string& to) {
   auto text = inner::text_of(typical());
   const auto at = text.find(from);
@@ -87,7 +87,7 @@ TEST_CASE("Manifest: its text") {
   CHECK((none.values.empty() && none.files.empty() && none.gradaccum.empty()));
 }
 
-TEST_CASE("Manifest: each value is read again as it was, with its type") {
+TEST_CASE("Manifest: each value is read back unchanged, with its type") {
   for (const Manifest::Value& value : std::vector<Manifest::Value>{true,
                                                                    false,
                                                                    std::int64_t{0},
@@ -123,7 +123,7 @@ TEST_CASE("Manifest: each value is read again as it was, with its type") {
   CHECK(std::isnan(std::get<double>(again(std::numeric_limits<double>::quiet_NaN()))));
 }
 
-TEST_CASE("Manifest: what could not be read again is not written") {
+TEST_CASE("Manifest: values that could not be read back are not written") {
   REQUIRE_ERROR("manifest.json: texts and names must be UTF-8, got \"a\xef\xbf\xbd\"",
                 inner::text_of(with_value(std::string("a\xff"))));
   Manifest manifest;
@@ -140,7 +140,7 @@ TEST_CASE("Manifest: what could not be read again is not written") {
   REQUIRE_ERROR("must have at most 64 MiB, got", inner::text_of(with_value(std::string(Manifest::max_bytes, 'a'))));
 }
 
-TEST_CASE("Manifest: every flipped bit, and every length but its own, is an error that names it") {
+TEST_CASE("Manifest: every flipped bit, and every other length, is an error that names the file") {
   const auto text = inner::text_of(typical());
   int named = 0;
   for (std::size_t bit = 0; bit < 8 * text.size(); ++bit) {
@@ -156,7 +156,7 @@ TEST_CASE("Manifest: every flipped bit, and every length but its own, is an erro
   REQUIRE_ERROR("it: must be as it was written, with the CRC-32 6a6eb1bd, got", inner::manifest_of(text + "\n", "it"));
 }
 
-TEST_CASE("Manifest: refused, though the checksum is right") {
+TEST_CASE("Manifest: refused in spite of a correct checksum") {
   const auto refused = [](const std::string& message, const std::string& from, const std::string& to) {
     REQUIRE_ERROR("it: " + message, inner::manifest_of(changed(from, to), "it"));
   };
@@ -198,7 +198,7 @@ TEST_CASE("Manifest: refused, though the checksum is right") {
   refused("\"files\" must have plain names", "model.safetensors", std::string(256, 'a'));
 }
 
-TEST_CASE("Manifest: not one at all") {
+TEST_CASE("Manifest: files that are not manifests") {
   for (const std::string text : {"", " ", "null", "[]", "1", "\"text\"", "{}", "{\"crc32\": 1}", "{\"crc32\": \"\"}",
                                  "{\"crc32\": \"\\u0030\\u0030000000\"}", "\xff", "[[[[[["})
     REQUIRE_ERROR("it: ", inner::manifest_of(text, "it"));
@@ -206,7 +206,7 @@ TEST_CASE("Manifest: not one at all") {
                 inner::manifest_of(std::string(Manifest::max_bytes + 1, ' '), "it"));
 }
 
-TEST_CASE("Manifest: Python reads it, changes it and writes it") {
+TEST_CASE("Manifest: Python can read, change and write it") {
   if (std::system("python3 -c 'import json, zlib' 2> /dev/null") != 0) SKIP("needs python3");
   const Directory directory;
   auto manifest = typical();
@@ -258,7 +258,7 @@ struct Folder {
 
 }  // namespace
 
-TEST_CASE("check_files: what is there is what is listed") {
+TEST_CASE("check_files: existing files equal the listed ones") {
   const Folder folder;
   const auto a = folder.path / "a", b = folder.path / "b";
   folder.check();

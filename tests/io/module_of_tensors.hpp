@@ -12,7 +12,7 @@ namespace testing {
 
 using Tensors = std::map<std::string, at::Tensor>;
 
-/// A module with these parameters, in modules as their names have dots.
+/// A module with these parameters, in submodules according to the dots in their names.
 struct ModuleOfTensors : torch::nn::Module {
   ModuleOfTensors() = default;
   explicit ModuleOfTensors(const Tensors& tensors) {

@@ -38,7 +38,7 @@ void replace(const std::filesystem::path& path, const std::string& text) {
   inner::replace_file(path, [&](inner::OutputFile& file) { write(file, text); });
 }
 
-/// What a directory holds beside this one.
+/// Returns the directory's other files.
 std::vector<std::string> others(const std::filesystem::path& path) {
   auto names = inner::names_in(path.parent_path());
   std::erase(names, path.filename().string());
@@ -50,7 +50,7 @@ std::vector<std::string> others(const std::filesystem::path& path) {
 TEST_CASE("OutputFile: its bytes, size and checksum") {
   const Directory directory;
   const auto path = directory / "file";
-  const auto text = long_text((5 << 20) + 3);  // more than a chunk
+  const auto text = long_text((5 << 20) + 3);  // more than one chunk
   inner::OutputFile file(path);
   CHECK(file.bytes() == 0);
   CHECK(file.crc32() == 0);
@@ -64,7 +64,7 @@ TEST_CASE("OutputFile: its bytes, size and checksum") {
   CHECK(file.crc32() == inner::crc32(("123456789" + text).data(), text.size() + 9));
 }
 
-TEST_CASE("OutputFile: never over a file that is there, and nothing after close") {
+TEST_CASE("OutputFile: never overwrites a file, and writes nothing after close") {
   const Directory directory;
   const auto path = directory / "file";
   write_text(path, "before");
@@ -80,7 +80,7 @@ TEST_CASE("OutputFile: never over a file that is there, and nothing after close"
   REQUIRE_ERROR("other: must be synced to the disk, got Bad file descriptor", file.close());
 }
 
-TEST_CASE("OutputFile: is synced before it is closed, and closed without being asked") {
+TEST_CASE("OutputFile: is synced before it is closed, and closed by the destructor") {
   const Directory directory;
   const FailingFiles files;
   {
@@ -92,7 +92,7 @@ TEST_CASE("OutputFile: is synced before it is closed, and closed without being a
   CHECK(files.calls() == std::vector<std::string>{"open a", "write a", "fsync a", "close a", "open b", "close b"});
 }
 
-TEST_CASE("OutputFile: each call that fails is an error, and there is no going on") {
+TEST_CASE("OutputFile: each failing call is an error, and later calls fail") {
   const Directory directory;
   const auto path = directory / "file";
   const auto run = [&](inner::OutputFile& file) {
@@ -113,13 +113,13 @@ TEST_CASE("OutputFile: each call that fails is an error, and there is no going o
       CHECK(files.has_failed());
     }
     if (!file) continue;
-    // A second fsync would look well, though the first has lost data.
+    // A second fsync would succeed, though the first has lost data.
     REQUIRE_ERROR("Bad file descriptor", file->close());
     REQUIRE_ERROR("Bad file descriptor", write(*file, "text"));
   }
 }
 
-TEST_CASE("OutputFile: interrupted calls and short writes are gone on with") {
+TEST_CASE("OutputFile: interrupted calls and short writes are continued") {
   const Directory directory;
   const auto text = long_text((2 << 20) + 5);
   for (const auto how : {How::interrupt, How::shorten})
@@ -138,7 +138,7 @@ TEST_CASE("OutputFile: interrupted calls and short writes are gone on with") {
     }
 }
 
-TEST_CASE("OutputFile: past the system's cache, whatever the size, and whatever goes wrong on the way") {
+TEST_CASE("OutputFile: bypasses the system's cache, with any size and any error") {
   const Directory directory;
   using inner::OutputFile;
   const auto text = long_text((5 << 20) + 5);
@@ -149,11 +149,11 @@ TEST_CASE("OutputFile: past the system's cache, whatever the size, and whatever 
        {std::size_t{0}, std::size_t{7}, OutputFile::block, 3 * OutputFile::block + 1, text.size()})
     for (const auto how : {How::interrupt, How::shorten, How::fail})
       for (long at = 0;; ++at) {
-        if (how == How::fail && (at > 0 || size < OutputFile::block)) break;  // elsewhere that is an error
+        if (how == How::fail && (at > 0 || size < OutputFile::block)) break;  // in other calls it is an error
         const auto path = directory / std::to_string(number++);
         OutputFile file(path, OutputFile::Cache::passed_by);
         {
-          FailingFiles files(at, how, EINVAL);  // as a disk with larger blocks says
+          FailingFiles files(at, how, EINVAL);  // the error of a disk with larger blocks
           file.write(memory.get(), size);
           if (!files.has_failed()) break;
         }
@@ -166,7 +166,7 @@ TEST_CASE("OutputFile: past the system's cache, whatever the size, and whatever 
   CHECK(number > 15);
 }
 
-TEST_CASE("OutputFile: a write that takes nothing is an error, not a loop") {
+TEST_CASE("OutputFile: a write that returns 0 is an error, not a loop") {
   const Directory directory;
   inner::OutputFile file(directory / "file");
   const FailingFiles files(0, How::write_none);
@@ -184,13 +184,13 @@ TEST_CASE("OutputFile: a limit of the size of files is an error, and the program
   }
   CHECK(contains(error, "must be written to, got File too large: raise the limit (ulimit -f)"));
   CHECK(signals == 0);
-  std::raise(SIGXFSZ);  // from the program itself
+  std::raise(SIGXFSZ);  // raised by the program
   CHECK(signals == 1);
   std::signal(SIGXFSZ, before);
   CHECK(inner::names_in((directory / "file").parent_path()).empty());
 }
 
-TEST_CASE("replace_file: what it does, in its order") {
+TEST_CASE("replace_file: its system calls in order") {
   const Directory directory;
   const auto path = directory / "file";
   std::vector<std::string> calls;
@@ -212,7 +212,7 @@ TEST_CASE("replace_file: what it does, in its order") {
   CHECK(others(path).empty());
 }
 
-TEST_CASE("replace_file: each call that fails leaves the old file, or the new one, and nothing else") {
+TEST_CASE("replace_file: each failing call leaves the old file or the new one, and nothing else") {
   const Directory directory;
   const auto path = directory / "file";
   int uncertain = 0;
@@ -223,7 +223,7 @@ TEST_CASE("replace_file: each call that fails leaves the old file, or the new on
       const FailingFiles files(at, How::fail, EDQUOT);
       error = error_of([&] { replace(path, "after"); });
       REQUIRE(files.has_failed());
-      if (files.failed().starts_with("flock ")) {  // there are file systems without locks
+      if (files.failed().starts_with("flock ")) {  // some file systems have no locks
         CHECK(error.empty());
         continue;
       }
@@ -236,10 +236,10 @@ TEST_CASE("replace_file: each call that fails leaves the old file, or the new on
     CHECK(others(path).empty());
     uncertain += is_replaced;
   }
-  CHECK(uncertain == 2);  // the directory cannot be opened, or not be synced
+  CHECK(uncertain == 2);  // the directory cannot be opened or synced
 }
 
-TEST_CASE("replace_file: an exception of the writer's own") {
+TEST_CASE("replace_file: an exception of the writer") {
   const Directory directory;
   const auto path = directory / "file";
   replace(path, "before");
@@ -251,7 +251,7 @@ TEST_CASE("replace_file: an exception of the writer's own") {
   CHECK(others(path).empty());
 }
 
-TEST_CASE("replace_file: removes what killed writers of the same file have left, and nothing else") {
+TEST_CASE("replace_file: removes leftovers of killed writers of the same file, and nothing else") {
   const Directory directory;
   const auto path = directory / "file";
   const auto killed = ::fork();
@@ -276,7 +276,7 @@ TEST_CASE("replace_file: removes what killed writers of the same file have left,
   for (auto& name : kept) write_text(directory / name, "of somebody else");
   std::filesystem::remove(directory / kept.back());
   std::filesystem::create_directory(directory / kept.back());
-  const auto locked = directory / kept.at(kept.size() - 2);  // by a process of another machine, say
+  const auto locked = directory / kept.at(kept.size() - 2);  // for example, by a process on another machine
   const inner::Descriptor lock(locked, O_RDONLY);
   REQUIRE(::flock(lock.number(), LOCK_EX) == 0);
   write_text(directory / ("file.tmp-" + gone + "-00000001"), "left");
@@ -288,7 +288,7 @@ TEST_CASE("replace_file: removes what killed writers of the same file have left,
   CHECK(text_of(path) == "text");
 }
 
-TEST_CASE("replace_file: a writer that lives keeps its temporary file") {
+TEST_CASE("replace_file: a running writer keeps its temporary file") {
   const Directory directory;
   const auto path = directory / "file";
   const auto writer = ::fork();
@@ -319,7 +319,7 @@ TEST_CASE("replace_file: in the working directory") {
   CHECK(text_of(directory / "file") == "text");
 }
 
-TEST_CASE("sync_directory: file systems that cannot are not an error, others are") {
+TEST_CASE("sync_directory: a file system without support is not an error, other failures are") {
   const Directory directory;
   const auto path = (directory / "x").parent_path();
   for (const int error : {EINVAL, ENOTSUP}) {
@@ -332,7 +332,7 @@ TEST_CASE("sync_directory: file systems that cannot are not an error, others are
                 inner::sync_directory(path));
 }
 
-TEST_CASE("make_directory: all that are missing, each synced in the one it is in") {
+TEST_CASE("make_directory: makes all missing ones, and syncs each one's parent") {
   const Directory directory;
   const auto path = directory / "a/b/";
   {
@@ -348,7 +348,7 @@ TEST_CASE("make_directory: all that are missing, each synced in the one it is in
   CHECK(files.calls().empty());
 }
 
-TEST_CASE("make_directory: not made where it cannot be synced, nor over a file") {
+TEST_CASE("make_directory: is not made if it cannot be synced, nor in place of a file") {
   const Directory directory;
   {
     const FailingFiles files(2, How::fail, EIO);
@@ -361,7 +361,7 @@ TEST_CASE("make_directory: not made where it cannot be synced, nor over a file")
   CHECK(text_of(directory / "a") == "text");
 }
 
-TEST_CASE("InputFile: regular files alone") {
+TEST_CASE("InputFile: only regular files") {
   const Directory directory;
   const auto path = directory / "file";
   write_text(path, "text");
@@ -375,7 +375,7 @@ TEST_CASE("InputFile: regular files alone") {
   REQUIRE_ERROR("link: must be a regular file, got a symbolic link", inner::InputFile(directory / "link"));
   REQUIRE_ERROR("none: must be a file that can be read, got No such file", inner::InputFile(directory / "none"));
   REQUIRE_ERROR("must be a regular file, got a directory", inner::InputFile(path.parent_path()));
-  REQUIRE(::mkfifo((directory / "pipe").c_str(), 0600) == 0);  // which would wait for a writer
+  REQUIRE(::mkfifo((directory / "pipe").c_str(), 0600) == 0);  // opening it would wait for a writer
   REQUIRE_ERROR("pipe: must be a regular file, got a device, pipe", inner::InputFile(directory / "pipe"));
   {
     inner::InputFile again(path);

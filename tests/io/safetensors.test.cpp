@@ -23,7 +23,7 @@ std::size_t largest_allocation = 0;
 std::int64_t allocated = 0, most_allocated = 0;
 }  // namespace
 
-// Notes what this program asks for. AddressSanitizer has an operator of its own.
+// Counts this program's allocations. AddressSanitizer has its own operator new.
 #ifndef __SANITIZE_ADDRESS__
 void* operator new(std::size_t size) {
   largest_allocation = std::max(largest_allocation, size);
@@ -48,7 +48,7 @@ std::string eight_bytes(std::uint64_t number) {
   return bytes;
 }
 
-/// A file of this header and as many zeros.
+/// Makes a file of this header and a number of zeros.
 std::string file_of(const std::string& header, std::size_t zeros = 0) {
   return eight_bytes(header.size()) + header + std::string(zeros, '\0');
 }
@@ -72,7 +72,7 @@ std::string bytes_of(const at::Tensor& tensor) {
   return {static_cast<const char*>(plain.const_data_ptr()), plain.nbytes()};
 }
 
-/// Dtype, shape and every bit, also of NaN.
+/// Returns whether dtype, shape and every bit are equal, also of NaN.
 bool same(const at::Tensor& a, const at::Tensor& b) {
   return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() && bytes_of(a) == bytes_of(b);
 }
@@ -97,7 +97,7 @@ const std::string one_float = one("F32", "1", "0,4");
 
 }  // namespace
 
-TEST_CASE("safetensors: every dtype comes back to the bit, mapped and loaded") {
+TEST_CASE("safetensors: every dtype is read back bitwise, mapped and loaded") {
   testing::Directory directory;
   const auto tensors = one_of_each_dtype();
   CHECK(tensors.size() == 16);
@@ -146,7 +146,7 @@ TEST_CASE("safetensors: NaN's bits, infinities, no dimensions, no elements, any 
   CHECK(loaded.at("number").dim() == 0);
 }
 
-TEST_CASE("safetensors: names and metadata of any text; a file of nothing") {
+TEST_CASE("safetensors: names and metadata of any text; an empty file") {
   testing::Directory directory;
   const auto x = torch::arange(4, at::kByte);
   const ga::io::Tensors tensors{{"", x}, {"\"\\\n\x01", x + 1}, {"größe", x + 2}, {std::string("a\0b", 3), x + 3}};
@@ -189,7 +189,7 @@ TEST_CASE("safetensors: the layout: by dtype, then by name; a header of a multip
   CHECK(saved(tensors, {{"k", "v"}}) == bytes);
 }
 
-TEST_CASE("SafetensorsFile: tensors lie in the file, outlive it, and can be written to") {
+TEST_CASE("SafetensorsFile: tensors map the file, outlive it, and can be written to") {
   testing::Directory directory;
   const auto x = torch::arange(6, at::kFloat).view({2, 3});
   ga::io::save_file({{"x", x}, {"y", x + 1}}, directory / "file");
@@ -205,7 +205,7 @@ TEST_CASE("SafetensorsFile: tensors lie in the file, outlive it, and can be writ
   CHECK(same(mapped, x));
   mapped.add_(1);
   CHECK(same(mapped, x + 1));
-  CHECK(same(again, x + 1));  // the same memory
+  CHECK(same(again, x + 1));  // shares the memory
   testing::write_text(directory / "file", before);
   const ga::io::SafetensorsFile file(directory / "file"), other(directory / "file");
   file.get_tensor("x").fill_(7);
@@ -213,7 +213,7 @@ TEST_CASE("SafetensorsFile: tensors lie in the file, outlive it, and can be writ
   CHECK(testing::text_of(directory / "file") == before);
 }
 
-TEST_CASE("SafetensorsFile: a tensor whose memory is let go of is read again, without what was written to it") {
+TEST_CASE("SafetensorsFile: a tensor whose memory is released is read again, without the changes to it") {
   testing::Directory directory;
   const auto large = torch::arange(1 << 20, at::kInt), small = torch::ones({3}, at::kInt);
   ga::io::save_file({{"large", large}, {"small", small}}, directory / "file");
@@ -230,7 +230,7 @@ TEST_CASE("SafetensorsFile: a tensor whose memory is let go of is read again, wi
   CHECK(resident() - before <= read - (3 << 20));
   const auto of_whole_pages = [](const at::Tensor& all) { return all.slice(0, 1 << 15, -(1 << 15)); };
   CHECK(torch::equal(of_whole_pages(tensor), of_whole_pages(large)));
-  CHECK(torch::equal(other, torch::full({3}, 7, at::kInt)));  // its page is the end of the other, too
+  CHECK(torch::equal(other, torch::full({3}, 7, at::kInt)));  // it shares a page with the end of the other
   REQUIRE_ERROR("must have a tensor \"other\", but does not", file.release("other"));
 }
 
@@ -265,7 +265,7 @@ TEST_CASE("safetensors: a file may be saved over while it is mapped, with its ow
   CHECK(same(loaded.at("y"), x * 2));
 }
 
-TEST_CASE("write_safetensors: what is contiguous is written from where it is") {
+TEST_CASE("write_safetensors: contiguous tensors are written without a copy") {
   struct Sink {
     std::vector<const void*> from;
     std::size_t bytes = 0;
@@ -283,7 +283,7 @@ TEST_CASE("write_safetensors: what is contiguous is written from where it is") {
   CHECK(sink.bytes % 8 == 0);
 }
 
-TEST_CASE("save_file: refuses what a file cannot have, and leaves what is there") {
+TEST_CASE("save_file: refuses tensors that a file cannot store, and leaves the existing file") {
   testing::Directory directory;
   const auto x = torch::ones({2});
   ga::io::save_file({{"x", x}}, directory / "file");
@@ -310,7 +310,7 @@ TEST_CASE("save_file: refuses what a file cannot have, and leaves what is there"
   CHECK(ga::io::load_file(directory / "file").size() == 2);
 }
 
-TEST_CASE("SafetensorsFile: every file that is not one is refused, by a sentence of its own") {
+TEST_CASE("SafetensorsFile: every invalid file is refused with a specific sentence") {
   const auto many_ones = [](int count) {
     std::string text = "1";
     for (int i = 1; i < count; ++i) text += ",1";
@@ -351,7 +351,7 @@ TEST_CASE("SafetensorsFile: every file that is not one is refused, by a sentence
       {"must not be nested deeper than 3", file_of(one("F32", "[1]", "0,4"), 4)},
       {"must not be nested deeper than 3", file_of("{\"a\":" + std::string(1'000'000, '['))},
       {"must not be nested deeper than 3", file_of(R"({"__metadata__":{"a":{"b":{}}}})")},
-      // Each object costs the same, however many its parent has: a parser that looks at all of them takes hours.
+      // Objects cost the same in parents of any size: a parser that searches all siblings would take hours.
       {"must have dtype, shape and data_offsets", file_of("{\"a\":[" + repeated("{},", 1'000'000) + "{}]}")},
       {"the tensor \"a\" must have dtype, shape and data_offsets, and nothing else",
        file_of(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4],"x":1}})", 4)},
@@ -447,7 +447,7 @@ TEST_CASE("SafetensorsFile: at most a million tensors, and a header never takes 
   CHECK(testing::error_of([&] { inner::parse_safetensors_header(values + "]}", 0, what); }) == too_many);
 }
 
-TEST_CASE("SafetensorsFile: what is unusual and right is read") {
+TEST_CASE("SafetensorsFile: unusual and valid files are read") {
   testing::Directory directory;
   const auto load = [&](const std::string& bytes) {
     testing::write_text(directory / "file", bytes);
@@ -466,7 +466,7 @@ TEST_CASE("SafetensorsFile: what is unusual and right is read") {
   CHECK(load(file_of(R"({"__metadata__":{}})")).empty());
 }
 
-TEST_CASE("SafetensorsFile: dtypes that LibTorch has not, and flags that are none, are refused when they are taken") {
+TEST_CASE("SafetensorsFile: dtypes that LibTorch lacks, and invalid flags, are refused when they are read") {
   testing::Directory directory;
   const auto path = directory / "file";
   testing::write_text(path, file_of("{" + entry("a", "F6_E2M3", "4", "0,3") + "," + entry("b", "BOOL", "2", "3,5") +
@@ -479,7 +479,7 @@ TEST_CASE("SafetensorsFile: dtypes that LibTorch has not, and flags that are non
   REQUIRE_ERROR("got F6_E2M3", ga::io::load_file(path));
 }
 
-TEST_CASE("SafetensorsFile: paths that are no files") {
+TEST_CASE("SafetensorsFile: paths that are not files") {
   testing::Directory directory;
   REQUIRE_ERROR("nowhere: must be a file that can be read, got No such file",
                 ga::io::SafetensorsFile(directory / "nowhere"));
@@ -489,7 +489,7 @@ TEST_CASE("SafetensorsFile: paths that are no files") {
   REQUIRE_ERROR("nowhere/file", ga::io::save_file({}, directory / "nowhere" / "file"));
 }
 
-TEST_CASE("SafetensorsFile: nothing is allocated for what a header only claims") {
+TEST_CASE("SafetensorsFile: nothing is allocated for sizes that a header only claims") {
   testing::Directory directory;
   const std::vector<std::string> claims{eight_bytes(99'999'999) + "{}",
                                         file_of(one("U8", "4611686018427387904", "0,4611686018427387904")),
@@ -506,7 +506,7 @@ TEST_CASE("SafetensorsFile: nothing is allocated for what a header only claims")
   }
 }
 
-TEST_CASE("SafetensorsFile: whatever byte of a header changes, it is refused, or its tensors fill the data") {
+TEST_CASE("SafetensorsFile: a header with any changed byte is refused, or its tensors fill the data") {
   const auto good = saved({{"weight", torch::ones({2, 3})}, {"bias", torch::ones({2}, at::kHalf)}}, {{"format", "pt"}});
   const std::string what = "a file";
   constexpr int some_under_sanitizers = testing::sanitized ? 4 : 1;
@@ -529,5 +529,5 @@ TEST_CASE("SafetensorsFile: whatever byte of a header changes, it is refused, or
       }
     }
   CHECK(refused > 10'000 / some_under_sanitizers);
-  CHECK(read > 100 / some_under_sanitizers);  // names and metadata are free
+  CHECK(read > 100 / some_under_sanitizers);  // names and metadata may have any value
 }

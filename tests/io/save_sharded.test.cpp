@@ -26,10 +26,10 @@ using testing::Directory;
 
 namespace {
 
-/// Ten numbers a tensor: 40 bytes.
+/// Five tensors of ten numbers, 40 bytes each.
 const std::vector<PlannedTensor> five{{"e", {10}}, {"b", {2, 5}}, {"a.c", {10}}, {"d", {5, 1, 2}}, {"a.b", {10}}};
 
-/// Tells tensors apart by their names.
+/// Makes a tensor whose numbers depend on its name.
 at::Tensor made(const PlannedTensor& planned) {
   return torch::full(planned.shape, static_cast<double>(planned.name.back()), planned.dtype);
 }
@@ -72,7 +72,7 @@ TEST_CASE("save_sharded: shards in the order of the tensors, and an index") {
   CHECK(ga::io::SafetensorsFile(folder / first).metadata() == ga::io::Metadata{{"format", "pt"}});
 }
 
-TEST_CASE("save_sharded: one file where there is room, with the bytes of save_file") {
+TEST_CASE("save_sharded: one file if all fit, with the bytes of save_file") {
   const Directory directory;
   ga::io::Tensors tensors;
   for (auto& planned : five) tensors[planned.name] = made(planned);
@@ -85,7 +85,7 @@ TEST_CASE("save_sharded: one file where there is room, with the bytes of save_fi
   }
 }
 
-TEST_CASE("save_sharded: what is larger than a shard has one of its own; nothing is a file of nothing") {
+TEST_CASE("save_sharded: a tensor larger than a shard has a separate one; no tensors make an empty file") {
   const Directory directory;
   ga::io::save_sharded({{"a", {1}}, {"b", {100}}, {"c", {0, 7}}, {"d", {1}, at::kLong}}, directory / "large", made,
                        {.shard_bytes = 8});
@@ -106,7 +106,7 @@ TEST_CASE("save_sharded: one tensor at a time is in memory") {
   CHECK(meter.peak_bytes(at::kCPU) == 1 << 16);
 }
 
-TEST_CASE("save_sharded: stopped by an error or killed, there is nothing that is read; then all is") {
+TEST_CASE("save_sharded: stopped by an error or killed, nothing can be read; after a repetition all can") {
   for (std::size_t stop = 0; stop < five.size(); ++stop) {
     const Directory directory;
     const auto folder = directory / "model";
@@ -136,7 +136,7 @@ TEST_CASE("save_sharded: stopped by an error or killed, there is nothing that is
   }
 }
 
-TEST_CASE("save_sharded: what it refuses") {
+TEST_CASE("save_sharded: refused arguments") {
   const Directory directory;
   const auto save = [&](const std::vector<PlannedTensor>& planned, auto make) {
     ga::io::save_sharded(planned, directory / "model", make);

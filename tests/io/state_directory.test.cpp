@@ -23,7 +23,7 @@ using Names = std::vector<std::string>;
 
 namespace {
 
-/// Two files that know the step, and their manifest.
+/// Writes two files that contain the step, and their manifest.
 void write_state(const std::filesystem::path& folder, std::int64_t step) {
   inner::Manifest manifest;
   for (const std::string name : {"model", "optimizer"}) {
@@ -47,7 +47,7 @@ std::filesystem::path add(const StateDirectory& states, std::int64_t step) {
   return add(states, step, [step](const std::filesystem::path& folder) { write_state(folder, step); });
 }
 
-/// Throws where one is damaged.
+/// Returns the states' names. Throws if one is damaged.
 Names checked(const StateDirectory& states) {
   Names names;
   for (const auto& state : states.finished()) {
@@ -65,7 +65,7 @@ Names sorted_names(const std::filesystem::path& path) {
   return names;
 }
 
-/// Runs in a process of its own; whether it came to its end, and was not killed.
+/// Runs a function in a new process. Returns whether it ended, and was not killed.
 template <class Run>
 bool ended(const Run& run) {
   const auto child = ::fork();
@@ -103,11 +103,11 @@ TEST_CASE("StateDirectory: names, in the order of their numbers") {
   CHECK(states.finished()[11].repeat == 10);
   states.keep_last(3);
   CHECK(checked(states) == Names{"step-000040.10", "step-999999", "step-1000000"});
-  CHECK(add(states, 40) == path / "step-000040.11");  // the newest of its step, though others are free
+  CHECK(add(states, 40) == path / "step-000040.11");  // the newest of its step, though smaller numbers are free
   REQUIRE_ERROR(path.string() + ": step must be >= 0, got -1", add(states, -1));
 }
 
-TEST_CASE("StateDirectory: other names are neither listed nor touched") {
+TEST_CASE("StateDirectory: other names are neither listed nor changed") {
   const Directory directory;
   const auto path = directory / "states";
   std::filesystem::create_directory(path);
@@ -142,7 +142,7 @@ TEST_CASE("StateDirectory: other names are neither listed nor touched") {
   CHECK(text_of(path / "step-000050") == "a file");
 }
 
-TEST_CASE("StateDirectory: what it does, in its order") {
+TEST_CASE("StateDirectory: its system calls in order") {
   const Directory directory;
   const auto path = directory / "states";
   StateDirectory states(path);
@@ -163,14 +163,14 @@ TEST_CASE("StateDirectory: what it does, in its order") {
                               "rename " + temporary, "open states", "fsync states", "close states", "flock states",
                               "close states"});
   calls.erase(calls.begin(), calls.begin() + static_cast<long>(calls_of_add.size()));
-  // Renamed, and that synced, before any of it is deleted.
+  // Renames, and syncs that, before deleting files.
   REQUIRE(calls.size() > 7);
   calls.resize(6);
   CHECK(calls ==
         Names{"open states", "flock states", "rename step-000001", "open states", "fsync states", "close states"});
 }
 
-TEST_CASE("StateDirectory: an exception of the writer's own leaves nothing") {
+TEST_CASE("StateDirectory: an exception of the writer leaves nothing") {
   const Directory directory;
   const auto path = directory / "states";
   StateDirectory states(path);
@@ -199,7 +199,7 @@ TEST_CASE("StateDirectory: one writer at a time") {
   CHECK(checked(states) == Names{"step-000001", "step-000002", "step-000003", "step-000004"});
 }
 
-TEST_CASE("StateDirectory: a process that is forked while a state is written neither locks the directory nor ends it") {
+TEST_CASE("StateDirectory: a process forked during a write neither locks the directory nor ends the write") {
   const Directory directory;
   StateDirectory states(directory / "states");
   auto state = states.begin(1);
@@ -217,7 +217,7 @@ TEST_CASE("StateDirectory: a process that is forked while a state is written nei
   write_state(state->folder(), 1);
   state->finish();
   state.reset();
-  state = states.begin(2);  // though the child lives
+  state = states.begin(2);  // though the child is running
   write_state(state->folder(), 2);
   ::close(pipe[1]);
   REQUIRE(::waitpid(child, nullptr, 0) == child);
@@ -227,7 +227,7 @@ TEST_CASE("StateDirectory: a process that is forked while a state is written nei
   ::close(pipe[0]);
 }
 
-TEST_CASE("StateDirectory: a forked process that destroys the state that its parent writes leaves it there") {
+TEST_CASE("StateDirectory: a forked process that destroys its parent's pending state does not remove the files") {
   const Directory directory;
   StateDirectory states(directory / "states");
   auto state = states.begin(1);
@@ -248,13 +248,13 @@ TEST_CASE("StateDirectory: on a file system without locks") {
   CHECK(checked(states) == Names{"step-000001", "step-000002"});
 }
 
-TEST_CASE("StateDirectory: keep_last keeps the newest, and those it is told to") {
+TEST_CASE("StateDirectory: keep_last keeps the newest, and the given ones") {
   const Directory directory;
   std::mt19937 random(1);
   for (int trial = 0; trial < 20; ++trial) {
     const auto path = directory / ("states_" + std::to_string(trial));
     StateDirectory states(path);
-    states.keep_last(1);  // nothing is there
+    states.keep_last(1);  // no states yet
     for (int i = 0; i < 8; ++i)
       add(states, random() % 5, [](const std::filesystem::path& folder) { write_text(folder / "file", "text"); });
     const auto before = states.finished();
@@ -277,7 +277,7 @@ TEST_CASE("StateDirectory: keep_last keeps the newest, and those it is told to")
     REQUIRE_ERROR("states: must keep >= 1 states, got " + std::to_string(count), states.keep_last(count));
 }
 
-TEST_CASE("StateDirectory: what symbolic links name is not deleted") {
+TEST_CASE("StateDirectory: the targets of symbolic links are not deleted") {
   const Directory directory;
   const auto path = directory / "states", elsewhere = directory / "elsewhere";
   std::filesystem::create_directory(elsewhere);
@@ -295,7 +295,7 @@ TEST_CASE("StateDirectory: what symbolic links name is not deleted") {
   CHECK(text_of(elsewhere / "file") == "text");
 }
 
-TEST_CASE("StateDirectory: a directory that cannot be") {
+TEST_CASE("StateDirectory: an impossible directory") {
   const Directory directory;
   write_text(directory / "file", "text");
   StateDirectory states(directory / "file");
@@ -305,14 +305,14 @@ TEST_CASE("StateDirectory: a directory that cannot be") {
 
 namespace {
 
-/// A directory with two states and a leftover, to which a third is added, of which two are kept.
+/// A directory with two states and a leftover, to which a third state is added; two are kept.
 struct Scene {
   Directory directory;
   std::filesystem::path path = directory / "states";
   StateDirectory states{path};
 
   Scene() {
-    const FailingFiles none;  // no disk to wait for
+    const FailingFiles none;  // skips waiting for the disk
     add(states, 1);
     add(states, 2);
     std::filesystem::create_directory(path / "step-000009.tmp-1-2");
@@ -322,7 +322,7 @@ struct Scene {
     add(states, 3);
     states.keep_last(2);
   }
-  /// However it went: the states are whole, the newest ones that there were are there, and it can go on.
+  /// Checks that the newest states exist and are intact, and that another one can be written.
   void check() {
     const FailingFiles none;
     const auto names = checked(states);
@@ -338,7 +338,7 @@ struct Scene {
   }
 };
 
-/// How often `run` calls the operating system.
+/// Counts the calls of the operating system in `run`.
 long call_count() {
   Scene scene;
   const FailingFiles files;
@@ -348,7 +348,7 @@ long call_count() {
 
 }  // namespace
 
-TEST_CASE("StateDirectory: whatever call fails, no state is lost or damaged") {
+TEST_CASE("StateDirectory: if any call fails, no state is lost or damaged") {
   const auto count = call_count();
   CHECK(count > 30);
   for (const auto how : {How::fail, How::fail_forever})
@@ -363,8 +363,8 @@ TEST_CASE("StateDirectory: whatever call fails, no state is lost or damaged") {
           failed = files.failed();
         }
         INFO(at << ": " << failed << ": " << message);
-        // To close what was only read from can lose nothing, what cannot be deleted is deleted later, and there are
-        // file systems without locks.
+        // Closing a file that was only read is harmless, undeleted files are deleted later, and some file systems have
+        // no locks.
         const bool is_harmless =
             failed.starts_with("unlinkat ") || failed.starts_with("close s") || failed.starts_with("flock ");
         if (!is_harmless || !message.empty()) {
@@ -375,7 +375,7 @@ TEST_CASE("StateDirectory: whatever call fails, no state is lost or damaged") {
       }
 }
 
-TEST_CASE("StateDirectory: whatever call of reading fails is an error, or changes nothing") {
+TEST_CASE("StateDirectory: a failing call of reading is an error, or changes nothing") {
   Scene scene;
   for (long at = 0;; ++at) {
     const FailingFiles files(at, How::fail, EIO);
@@ -416,11 +416,11 @@ TEST_CASE("StateDirectory: killed before any of its calls, no state is lost or d
     scene.check();
   }
   Scene scene;
-  CHECK(ended([&] { scene.run(); }));  // else no child would have come so far
+  CHECK(ended([&] { scene.run(); }));  // otherwise no child would have reached the end
   CHECK(checked(scene.states) == Names{"step-000002", "step-000003"});
 }
 
-// The moments are not chosen here, but by chance: GRADACCUM_KILLS says how many.
+// The moments are random: GRADACCUM_KILLS sets their number.
 TEST_CASE("StateDirectory: killed at any moment, no state is lost or damaged") {
   const auto* const wish = std::getenv("GRADACCUM_KILLS");
   const int kills = wish ? std::atoi(wish) : 20;

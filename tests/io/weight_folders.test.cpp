@@ -25,7 +25,7 @@ const std::string first = "model-00001-of-00002.safetensors", second = "model-00
 
 using Files = std::map<std::string, ga::io::Tensors>;
 
-/// A new folder of files with these tensors, and an index of all.
+/// A new folder of files with these tensors, and an index of all files.
 struct Folder : testing::Directory {
   explicit Folder(const Files& files) {
     nlohmann::json map = WeightMap();
@@ -49,7 +49,7 @@ ga::io::Tensors joined(ga::io::Tensors all, const ga::io::Tensors& more) {
   return all;
 }
 
-/// The message of loading into three weights, which it leaves as they are.
+/// Returns the error of loading into three weights, and checks that they do not change.
 std::string error_of_loading(const std::filesystem::path& path, bool strict = true) {
   auto module = zeros_like(joined(in_first, in_second));
   const auto before = testing::copies_of(module);
@@ -63,7 +63,7 @@ std::string error_of_loading(const std::filesystem::path& path, bool strict = tr
 TEST_CASE("load_weights: a folder of one file") {
   testing::Directory folder;
   ga::io::save_file(in_first, folder / "model.safetensors");
-  ga::io::save_file(in_second, folder / "other.safetensors");  // is none of its business
+  ga::io::save_file(in_second, folder / "other.safetensors");  // not read
   for (auto* path : {".", "", "model.safetensors"}) {
     auto module = zeros_like(in_first);
     CHECK(ga::io::load_weights(module, folder / path).complete());
@@ -89,7 +89,7 @@ TEST_CASE("load_weights: a folder of several files") {
   }
 }
 
-TEST_CASE("load_weights: one file counts before several, as in Python") {
+TEST_CASE("load_weights: one file takes precedence over several, as in Python") {
   const auto folder = two_files();
   ga::io::save_file({{"a", torch::full({3}, 7.0)}}, folder / "model.safetensors");
   auto module = zeros_like({{"a", torch::zeros({3})}});
@@ -109,7 +109,7 @@ TEST_CASE("load_weights: the files of a folder may be links, as in Hugging Face'
                             (snapshot / index_name).string() + ": must be a file that can be read, got No such file"));
 }
 
-TEST_CASE("load_weights: what is wrong in any file is found before anything is changed") {
+TEST_CASE("load_weights: errors in any file are found before any change") {
   const auto all = joined(in_first, in_second);
   {
     const Folder folder({{first, in_first}, {second, {{"b.d", torch::zeros({4})}}}});
@@ -134,7 +134,7 @@ TEST_CASE("load_weights: what is wrong in any file is found before anything is c
   }
 }
 
-TEST_CASE("load_weights: not strict, it loads what fits from all files") {
+TEST_CASE("load_weights: without strict, it loads matching tensors from all files") {
   const Folder folder({{first, in_first}, {second, {{"b.e", torch::zeros({4})}}}});
   auto module = zeros_like(joined(in_first, in_second));
   const auto report = ga::io::load_weights(module, folder.path(), {.strict = false});
@@ -143,7 +143,7 @@ TEST_CASE("load_weights: not strict, it loads what fits from all files") {
   CHECK(module.at("b.c").equal(in_first.at("b.c")));
 }
 
-TEST_CASE("load_weights: an index of which nothing is to be believed") {
+TEST_CASE("load_weights: an invalid index") {
   const auto folder = two_files();
   const std::string a_in_first = R"("a":")" + first + "\"";
   const auto file = [&](const std::string& name) { return R"({"weight_map":{"a":")" + name + "\"}}"; };
@@ -196,10 +196,10 @@ TEST_CASE("load_weights: an index of which nothing is to be believed") {
     }
 }
 
-TEST_CASE("load_weights: what else may lie where an index or a file should") {
+TEST_CASE("load_weights: other things in place of an index or a file") {
   {
     const auto folder = two_files();
-    std::filesystem::resize_file(folder / index_name, 100'000'001);  // of zeros that take no room
+    std::filesystem::resize_file(folder / index_name, 100'000'001);  // zeros, which take no space on the disk
     CHECK(testing::contains(error_of_loading(folder.path()), "must have at most 100000000 bytes, got 100000001"));
   }
   for (auto& name : {index_name, second}) {
@@ -236,7 +236,7 @@ TEST_CASE("load_weights: tensors that the index lacks are unexpected, and not lo
   CHECK(module.at("a").equal(in_first.at("a")));
 }
 
-TEST_CASE("load_weights: a folder that has pickles only") {
+TEST_CASE("load_weights: a folder that has only pickles") {
   testing::Directory folder;
   REQUIRE_ERROR(folder.operator/("").string() +
                     ": must have model.safetensors or model.safetensors.index.json, got a " + "folder without them",
@@ -268,7 +268,7 @@ TEST_CASE("load_weights: shared weights, whose names are in two files or in one"
   CHECK(shared.equal(numbers));
 }
 
-TEST_CASE("load_weights: each file may have a dtype of its own") {
+TEST_CASE("load_weights: each file may have a different dtype") {
   const auto numbers = torch::tensor({1.5, -2.0, 0.1});
   const Folder folder({{"half.safetensors", {{"half", numbers.to(at::kHalf)}}},
                        {"bfloat16.safetensors", {{"bfloat16", numbers.to(at::kBFloat16)}}},
@@ -305,7 +305,7 @@ TEST_CASE("load_weights: takes the memory of one tensor at a time, if any") {
     return peak;
   };
   CHECK(peak_of_loading() == 0);
-  for (auto& name : {first, second}) {  // a space more in the header: no number begins where its type should
+  for (auto& name : {first, second}) {  // another space in the header makes all numbers unaligned
     auto text = testing::text_of(folder / name);
     text.insert(9, " ");
     ++text[0];
@@ -346,7 +346,7 @@ TEST_CASE("save_weights: to a folder, as model.safetensors") {
   testing::write_text(directory / "there/config.json", "{}");
   for (const std::string folder : {"there", "there/", "new/", "deep/er/"}) {
     INFO(folder);
-    for (int time = 0; time < 2; ++time) {  // the second replaces what the first wrote
+    for (int time = 0; time < 2; ++time) {  // the second replaces the first one's files
       ga::io::save_weights(module, directory / folder, {{"format", "pt"}});
       CHECK(testing::text_of(directory / folder / "model.safetensors") == expected);
       auto loaded = zeros_like(in_first);
@@ -356,18 +356,18 @@ TEST_CASE("save_weights: to a folder, as model.safetensors") {
   }
   CHECK(testing::text_of(directory / "there/config.json") == "{}");
   CHECK(std::distance(std::filesystem::directory_iterator(directory / "there"), {}) == 2);
-  ga::io::save_weights(module, directory / "new_name");  // no folder, as it has no slash
+  ga::io::save_weights(module, directory / "new_name");  // a file, because the path ends without a slash
   CHECK(testing::text_of(directory / "new_name") == expected);
   REQUIRE_ERROR("must be a directory, or one that can be created, got",
                 ga::io::save_weights(module, directory / "file/"));
   CHECK(testing::text_of(directory / "file") == expected);
 }
 
-TEST_CASE("load_weights: folders that transformers wrote") {
+TEST_CASE("load_weights: folders of transformers") {
   const auto write = [](const auto& files, const testing::Directory& directory) {
     for (auto& [name, bytes] : files) testing::write_text(directory / name, bytes);
   };
-  // What hugging_face_folders.py fills them with.
+  // Makes the numbers of hugging_face_folders.py.
   const auto counting = [](const ga::io::WeightFiles& files) {
     ga::io::Tensors tensors;
     std::int64_t start = 0;

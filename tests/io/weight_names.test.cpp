@@ -6,7 +6,7 @@
 #include "io/module_of_tensors.hpp"
 #include "support/files.hpp"
 
-// Weights whose names in the file are others than in the module, or that the file has not.
+// Weights with other names in the file than in the module, or missing ones.
 
 namespace ga = gradaccum;
 using testing::ModuleOfTensors;
@@ -51,7 +51,7 @@ TEST_CASE("load_weights: a base model's weights go into a model with a head") {
   CHECK(model.at("score.weight").equal(torch::zeros({3})));
 }
 
-TEST_CASE("load_weights: a base model takes its weights out of a model with a head") {
+TEST_CASE("load_weights: a base model loads its weights from a model with a head") {
   const File file(with_head);
   auto model = zeros_like(base);
   REQUIRE_ERROR("unexpected (1):\n  score.weight\n",
@@ -63,7 +63,7 @@ TEST_CASE("load_weights: a base model takes its weights out of a model with a he
   CHECK(testing::equal(testing::copies_of(model), base));
 }
 
-TEST_CASE("load_weights: with a prefix, names that the file and the module have alike come first") {
+TEST_CASE("load_weights: with a prefix, names that the file and the module share take precedence") {
   auto model = zeros_like(with_head);
   CHECK(ga::io::load_weights(model, File(with_head).path, {.base_model_prefix = "transformer"}).complete());
   CHECK(testing::equal(testing::copies_of(model), with_head));
@@ -84,7 +84,7 @@ TEST_CASE("load_weights: with a prefix, one tensor does not go into two weights"
   CHECK(model.at("weight").equal(numbers(5)));
 }
 
-TEST_CASE("load_weights: a prefix is a whole name") {
+TEST_CASE("load_weights: a prefix must be a whole name") {
   const File file({{"former.weight", numbers(5)}});
   auto model = zeros_like({{"transformer.weight", numbers(0)}});
   REQUIRE_ERROR("missing (1):", ga::io::load_weights(model, file.path, {.base_model_prefix = "trans"}));
@@ -99,7 +99,7 @@ TEST_CASE("load_weights: a prefix is a whole name") {
   CHECK(nested.at("a.b.former.weight").equal(numbers(5)));
 }
 
-TEST_CASE("load_weights: mis-shaped weights are named as the module names them") {
+TEST_CASE("load_weights: weights of wrong shape are reported with the module's names") {
   const File file({{"weight", torch::ones({2})}});
   auto model = zeros_like({{"a.weight", numbers(0)}});
   REQUIRE_ERROR("mis-shaped (1):\n  a.weight: [2] in the file, [3] in the module",
@@ -115,7 +115,7 @@ TEST_CASE("load_weights: a shared weight is there if one of its names is, with t
   CHECK(shared.equal(numbers(5)));
 }
 
-TEST_CASE("load_weights: what may be missing is loaded where it is there") {
+TEST_CASE("load_weights: optional weights are loaded if they exist") {
   const File file(with_head);
   auto model = zeros_like(with_head);
   const auto report = ga::io::load_weights(model, file.path, {.may_be_missing = {"score"}});
@@ -129,7 +129,7 @@ TEST_CASE("load_weights: what may be missing is loaded where it is there") {
                 ga::io::load_weights(of_other_shape, file.path, {.may_be_missing = {"score"}}));
 }
 
-TEST_CASE("load_weights: what may be missing is a weight, or all of a module") {
+TEST_CASE("load_weights: an optional name is a weight, or a whole module") {
   const File file(ga::io::Tensors{});
   auto model = zeros_like({{"head.a.bias", numbers(0)}, {"head.weight", numbers(0)}, {"header", numbers(0)}});
   const auto missing = [&](const Names& may_be_missing) {
@@ -145,7 +145,7 @@ TEST_CASE("load_weights: what may be missing is a weight, or all of a module") {
                   missing({wrong}));
 }
 
-TEST_CASE("WeightsReport: prints weights that are new") {
+TEST_CASE("WeightsReport: prints new weights") {
   std::ostringstream stream;
   ga::io::WeightsReport report;
   report.new_weights = {"score.weight"};

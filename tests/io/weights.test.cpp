@@ -25,7 +25,7 @@ struct Net : torch::nn::Module {
   }
 };
 
-/// One bare tensor, as parameter or buffer.
+/// A module with a single tensor as parameter or buffer.
 struct Single : torch::nn::Module {
   at::Tensor weight;
   explicit Single(const at::Tensor& tensor, bool is_parameter = true)
@@ -43,7 +43,7 @@ using Names = std::vector<std::string>;
 
 }  // namespace
 
-TEST_CASE("weights: parameters and buffers come back by name, into the same tensors") {
+TEST_CASE("weights: parameters and buffers are loaded by name, into the same tensors") {
   testing::Directory directory;
   Net from, to;
   fill(from, 1);
@@ -86,7 +86,7 @@ TEST_CASE("weights: modules, holders and pointers to modules") {
   }
 }
 
-TEST_CASE("load_weights: strict, it names all that differs and changes nothing; else it loads what fits") {
+TEST_CASE("load_weights: strict, it names all differences and changes nothing; otherwise it loads matching tensors") {
   testing::Directory directory;
   Net net;
   fill(net, 1);
@@ -121,7 +121,7 @@ TEST_CASE("load_weights: strict, it names all that differs and changes nothing; 
   }
 }
 
-TEST_CASE("load_weights: each kind of difference by itself") {
+TEST_CASE("load_weights: each kind of difference separately") {
   testing::Directory directory;
   const auto path = directory / "file";
   Single net(torch::zeros({2}));
@@ -178,7 +178,7 @@ TEST_CASE("load_weights: numbers are converted to the module's dtype, and keep i
   REQUIRE_ERROR("weight: Short in the file, Bool in the module", ga::io::load_weights(flags, path));
 }
 
-TEST_CASE("weights: shared ones are there if one of their names is") {
+TEST_CASE("weights: shared weights count as present under any of their names") {
   testing::Directory directory;
   const auto path = directory / "file";
   struct Tied : torch::nn::Module {
@@ -205,7 +205,7 @@ TEST_CASE("weights: shared ones are there if one of their names is") {
   REQUIRE_ERROR("missing (2):\n  a.weight\n  b.tied\n", ga::io::load_weights(net, path));
 }
 
-TEST_CASE("load_weights: refuses what cannot be copied into, before anything changes") {
+TEST_CASE("load_weights: refuses tensors that cannot be written to, before any change") {
   testing::Directory directory;
   const auto path = directory / "file";
   struct Two : torch::nn::Module {
@@ -221,7 +221,7 @@ TEST_CASE("load_weights: refuses what cannot be copied into, before anything cha
     CHECK(expanded.first.equal(torch::zeros({2})));
     CHECK(meta.first.equal(torch::zeros({2})));
   }
-  // So does a file that turns out to be wrong where it is read.
+  // A file whose error appears only while reading also changes nothing.
   auto bytes = [&] {
     ga::io::save_file({{"first", torch::ones({2})}, {"second", torch::ones({2}, at::kBool)}}, path);
     return testing::text_of(path);

@@ -18,7 +18,7 @@ using ga::detail::PageAllocator;
 
 namespace {
 
-/// A block with a number of its own in each of its pages.
+/// A block with a unique number in each of its pages.
 struct Filled {
   std::uint64_t* begin;
   std::size_t bytes;
@@ -47,7 +47,7 @@ Filled filled(PageAllocator& pages, std::size_t bytes, std::uint64_t number) {
 
 }  // namespace
 
-TEST_CASE("FreeRanges: neighbours become one, and the smallest that is large enough is taken") {
+TEST_CASE("FreeRanges: neighbors are merged, and the smallest sufficient range is used") {
   FreeRanges free;
   free.add({100, 10});
   free.add({120, 30});
@@ -64,7 +64,7 @@ TEST_CASE("FreeRanges: neighbours become one, and the smallest that is large eno
   CHECK(free.bytes() == 0);
 }
 
-TEST_CASE("PageAllocator: blocks keep what is in them, and all stay within a tenth above the most that was used") {
+TEST_CASE("PageAllocator: blocks keep their content, and the total stays within a tenth above the most that was used") {
   for (int seed = 0; seed < 5; ++seed) {
     std::mt19937_64 lot(seed);
     PageAllocator pages;
@@ -91,7 +91,7 @@ TEST_CASE("PageAllocator: blocks keep what is in them, and all stay within a ten
       REQUIRE(pages.used_bytes() <= used + (1 << 16) * blocks.size());
       REQUIRE(pages.resident_bytes() <= most_used + most_used / 10 + (16 << 20));
     }
-    CHECK(most_resident > most_used);  // something was kept
+    CHECK(most_resident > most_used);  // some freed memory was kept
     const auto grown = *ga::detail::occupied_memory(at::kCPU) - before;
     CHECK(grown <= static_cast<std::int64_t>(pages.resident_bytes()) + (16 << 20));
     for (auto& block : blocks) pages.free(block.begin);
@@ -99,7 +99,7 @@ TEST_CASE("PageAllocator: blocks keep what is in them, and all stay within a ten
   }
 }
 
-TEST_CASE("PageAllocator: a freed block is the next one's, warm; of more than may be kept, the kernel gets pages") {
+TEST_CASE("PageAllocator: a freed block is reused with its pages; pages beyond the limit are returned to the kernel") {
   PageAllocator pages;
   constexpr std::size_t large = 64 << 20, small = 8 << 20;
   void* const first = pages.allocate(large);
@@ -109,9 +109,9 @@ TEST_CASE("PageAllocator: a freed block is the next one's, warm; of more than ma
   CHECK(pages.allocate(large) == first);
   pages.free(first);
   std::vector<void*> blocks;
-  for (int i = 0; i < 7; ++i) blocks.push_back(pages.allocate(small + 4096));  // which split the large one
+  for (int i = 0; i < 7; ++i) blocks.push_back(pages.allocate(small + 4096));  // split the large one
   CHECK(pages.resident_bytes() == large);
-  void* const again = pages.allocate(large);  // another place
+  void* const again = pages.allocate(large);  // another address
   CHECK(pages.resident_bytes() <= pages.used_bytes() + pages.used_bytes() / 10 + (16 << 20));
   const auto* const bytes = static_cast<const char*>(again);
   CHECK(std::all_of(bytes, bytes + large, [](char byte) { return byte == 0; }));  // the kernel cleared it
@@ -119,7 +119,7 @@ TEST_CASE("PageAllocator: a freed block is the next one's, warm; of more than ma
   CHECK_FALSE(pages.allocate(~std::size_t{0}));
 }
 
-TEST_CASE("keep_freed_memory: large tensors are kept, counted, and freed by whoever") {
+TEST_CASE("keep_freed_memory: large tensors are kept, counted, and freed by any thread") {
   auto from_before = torch::ones({1 << 20});
   REQUIRE(ga::keep_freed_memory());
   REQUIRE(ga::keep_freed_memory());
@@ -136,7 +136,7 @@ TEST_CASE("keep_freed_memory: large tensors are kept, counted, and freed by whoe
   CHECK(tensor.sum().item<double>() == 6 << 20);
   std::thread([taken = std::exchange(tensor, {})]() mutable { taken.reset(); }).join();
   CHECK(torch::ones({4}).sum().item<double>() == 4);
-#ifndef __SANITIZE_ADDRESS__  // which ends the program for so many bytes
+#ifndef __SANITIZE_ADDRESS__  // ends the program for such a size
   REQUIRE_ERROR("can't allocate memory", torch::empty({std::int64_t{1} << 58}, at::kByte));
 #endif
 }

@@ -17,7 +17,7 @@ namespace {
 
 const auto mean_loss = [](auto& net, const Example& batch) { return loss_of(net, batch); };
 
-/// Of tensors that share nothing.
+/// Returns the bytes of tensors without shared memory.
 std::int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
   std::int64_t bytes = 0;
   for (auto& tensor : tensors) bytes += static_cast<std::int64_t>(tensor.nbytes());
@@ -33,7 +33,7 @@ struct MemoryAfterBackward {
 
 }  // namespace
 
-TEST_CASE("MemoryByKind: parameters, gradients, and what LibTorch's Adam keeps") {
+TEST_CASE("MemoryByKind: parameters, gradients, and the state of LibTorch's Adam") {
   auto model = make_model(at::kFloat);
   torch::optim::Adam adam(model->parameters(), torch::optim::AdamOptions(1e-3));
   ga::Trainer trainer(model, adam, mean_loss, ga::Accumulate{.steps = 2}, MemoryAfterBackward{});
@@ -51,7 +51,7 @@ TEST_CASE("MemoryByKind: parameters, gradients, and what LibTorch's Adam keeps")
   CHECK(trainer.memory_by_kind() == ga::MemoryByKind{.parameters = parameters, .optimizer_state = 2 * parameters});
 }
 
-TEST_CASE("MemoryByKind: buffers are parameters, and shared memory counts once") {
+TEST_CASE("MemoryByKind: buffers count as parameters, and shared memory counts once") {
   struct Net : torch::nn::Module {
     at::Tensor table = register_parameter("table", torch::zeros({6, 2}));
     at::Tensor view = register_parameter("view", table.detach()[0].detach());
@@ -62,7 +62,7 @@ TEST_CASE("MemoryByKind: buffers are parameters, and shared memory counts once")
   CHECK(trainer.memory_by_kind() == ga::MemoryByKind{.parameters = 6 * 2 * 4 + 5 * 8});
 }
 
-TEST_CASE("MemoryByKind: sums of a window that are kept apart are gradients") {
+TEST_CASE("MemoryByKind: separate sums of a window count as gradients") {
   auto model = make_model(at::kBFloat16);
   torch::optim::SGD sgd(model->parameters(), torch::optim::SGDOptions(0.1));
   ga::Trainer trainer(model, sgd, mean_loss, ga::Accumulate{.steps = 2, .accumulate_in = at::kFloat},
@@ -74,7 +74,7 @@ TEST_CASE("MemoryByKind: sums of a window that are kept apart are gradients") {
   CHECK(seen[0].gradients == 2 * seen[0].parameters);
 }
 
-TEST_CASE("MemoryByKind: moments of 8 bits count as what they take") {
+TEST_CASE("MemoryByKind: moments of 8 bits count with their true size") {
   torch::nn::Sequential model(torch::nn::Linear(torch::nn::LinearOptions(128, 64).bias(false)));
   ga::optim::Adam8bit adam(model->parameters(), ga::optim::Adam8bitOptions(1e-3));
   ga::Trainer trainer(model, adam, [](auto& net, const at::Tensor& batch) { return net->forward(batch).mean(); });
@@ -88,7 +88,7 @@ TEST_CASE("MemoryByKind: moments of 8 bits count as what they take") {
   CHECK(state == named);
 }
 
-TEST_CASE("MemoryByKind: state that is kept by rows counts these rows") {
+TEST_CASE("MemoryByKind: state by rows counts only these rows") {
   struct Net : torch::nn::Module {
     at::Tensor table = register_parameter("table", torch::randn({1000, 4}));
   } net;
@@ -103,7 +103,7 @@ TEST_CASE("MemoryByKind: state that is kept by rows counts these rows") {
   CHECK(bytes.optimizer_state < bytes.parameters);  // dense moments take twice the table
 }
 
-TEST_CASE("MemoryByKind: asking allocates nothing, and keeps nothing alive") {
+TEST_CASE("MemoryByKind: reading it allocates nothing, and keeps nothing alive") {
   auto model = make_model();
   torch::optim::Adam adam(model->parameters(), torch::optim::AdamOptions(1e-3));
   ga::Trainer trainer(model, adam, mean_loss);
@@ -115,7 +115,7 @@ TEST_CASE("MemoryByKind: asking allocates nothing, and keeps nothing alive") {
   CHECK(model->parameters()[0].storage().use_count() == holders);
 }
 
-TEST_CASE("MemoryByKind: an optimizer of one's own has a state that nobody knows") {
+TEST_CASE("MemoryByKind: a user's optimizer has an unknown state") {
   auto model = make_model();
   struct Own {
     std::vector<torch::optim::OptimizerParamGroup> groups;

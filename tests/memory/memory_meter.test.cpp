@@ -46,20 +46,20 @@ TEST_CASE("MemoryMeter: the arithmetic of a forward pass") {
   CHECK(meter.peak_bytes() > 4 * parameters);
 }
 
-TEST_CASE("MemoryMeter: memory of before the scope does not count, whatever happens to it") {
+TEST_CASE("MemoryMeter: memory from before the scope does not count, even if it is freed") {
   auto before = torch::empty({1000}, at::kByte);
   ga::MemoryMeter meter;
   before.reset();
   CHECK(meter.live_bytes() == 0);
 }
 
-TEST_CASE("MemoryMeter: an address that an earlier scope knew with another size") {
+TEST_CASE("MemoryMeter: an address that had another size in an earlier scope") {
   at::Tensor block;
   {
     ga::MemoryMeter meter;
     block = torch::empty({4096}, at::kByte);
   }
-  for (int i = 0; i < 50; ++i) {  // freed unseen, and most likely given out again
+  for (int i = 0; i < 50; ++i) {  // freed outside of a scope, and most likely reused
     block = torch::empty({4096 - i}, at::kByte);
     ga::MemoryMeter meter;
     block.reset();
@@ -78,11 +78,11 @@ TEST_CASE("MemoryMeter: meters nest, and each counts its own scope") {
   }
   CHECK(outer.live_bytes() == 100);
   CHECK(outer.peak_bytes() == 150);
-  auto c = torch::empty({10}, at::kByte);  // the outer one goes on after the inner
+  auto c = torch::empty({10}, at::kByte);  // the outer one continues after the inner
   CHECK(outer.live_bytes() == 110);
 }
 
-TEST_CASE("MemoryMeter: sees other threads that carry the thread's state, as those of backward do") {
+TEST_CASE("MemoryMeter: counts other threads with the thread's state, such as backward's") {
   ga::MemoryMeter meter;
   at::Tensor seen, unseen;
   const at::ThreadLocalState state;
@@ -110,7 +110,7 @@ TEST_CASE("MemoryMeter: allocations of several threads add up") {
   CHECK(meter.peak_bytes() <= 4 * 64);
 }
 
-TEST_CASE("MemoryMeter: nothing is counted, or touched, after the scope") {
+TEST_CASE("MemoryMeter: nothing is counted, or accessed, after the scope") {
   at::Tensor kept;
   {
     ga::MemoryMeter meter;
@@ -135,7 +135,7 @@ TEST_CASE("MemoryMeter: CUDA memory, and that of a backward on the device's thre
   ga::MemoryMeter meter;
   auto x = torch::zeros({1 << 20}, at::kCUDA).set_requires_grad(true);
   CHECK(meter.live_bytes(x.device()) >= 4 * ga::MiB);
-  CHECK(meter.live_bytes(x.device()) <= 5 * ga::MiB);  // CUDA's caching allocator may give a block 1 MiB larger
+  CHECK(meter.live_bytes(x.device()) <= 5 * ga::MiB);  // CUDA's caching allocator may give blocks 1 MiB larger
   (x * 2).sum().backward();
   CHECK(meter.peak_bytes(x.device()) >= 8 * ga::MiB);
   x.reset();
@@ -154,14 +154,14 @@ TEST_CASE("MemoryMeter: counts the workspace that a thread's first matrix produc
   }
 }
 
-TEST_CASE("MemoryMeter: its table of blocks does what a map does, full or empty, in any order") {
+TEST_CASE("MemoryMeter: its table of blocks behaves like a map, full or empty, in any order") {
   gradaccum::detail::BlockTable table;
   std::map<std::uintptr_t, std::int64_t> map;
   std::mt19937_64 random(1);
-  for (const std::uintptr_t blocks : {40, 4000, 300}) {  // grows, and is emptied again
+  for (const std::uintptr_t blocks : {40, 4000, 300}) {  // grows, and becomes empty again
     for (int i = 0; i < 40'000; ++i) {
       const auto block = 64 * (1 + random() % blocks);
-      const auto bytes = static_cast<std::int64_t>(random() % 3);  // a third forgets
+      const auto bytes = static_cast<std::int64_t>(random() % 3);  // a third are erased
       const auto before = map.contains(block) ? map[block] : 0;
       REQUIRE(table.exchange(reinterpret_cast<const void*>(block), bytes) == before);
       if (bytes > 0) map[block] = bytes;
@@ -172,11 +172,11 @@ TEST_CASE("MemoryMeter: its table of blocks does what a map does, full or empty,
   }
 }
 
-TEST_CASE("peak_resident_memory: grows with what is touched, and stays") {
+TEST_CASE("peak_resident_memory: grows with written memory, and does not shrink") {
   const auto before = ga::peak_resident_memory();
   REQUIRE(before);
   CHECK(*before > 1 << 20);
-  const std::int64_t bytes = *before;  // more than can have been given back since the peak
+  const std::int64_t bytes = *before;  // more than can have been freed since the peak
   { const auto block = torch::ones({bytes}, at::kByte); }
   const auto after = ga::peak_resident_memory();
   CHECK(*after >= bytes);

@@ -16,7 +16,7 @@ using Paths = std::vector<std::filesystem::path>;
 
 }  // namespace
 
-TEST_CASE("control_groups: a group, and all above it") {
+TEST_CASE("control_groups: a group and its parents") {
   CHECK(inner::control_groups("0::/\n", "cpu") == Paths{""});
   CHECK(inner::control_groups("0::/user.slice/a b/c\n", "cpu") ==
         Paths{"user.slice/a b/c", "user.slice/a b", "user.slice", ""});
@@ -25,12 +25,12 @@ TEST_CASE("control_groups: a group, and all above it") {
   CHECK(inner::control_groups("0::/a:b\n", "cpu") == Paths{"a:b", ""});  // a name may have colons
 }
 
-TEST_CASE("control_groups: of one that cannot be seen, what can") {
+TEST_CASE("control_groups: the visible part of a hidden group") {
   for (const std::string path : {"/../other", "/a/../../b", "..", "/a/..", ""})
     CHECK(inner::control_groups("0::" + path + "\n", "cpu") == Paths{""});
 }
 
-TEST_CASE("control_groups: what is no list") {
+TEST_CASE("control_groups: invalid lists") {
   for (const auto& text : {std::string(), std::string("\n"), std::string("0"), std::string("0:"), std::string("::::"),
                            std::string(100, ':'), std::string("\0\0", 2), std::string(1000, 'x')})
     for (auto& folder : inner::control_groups(text, "cpu")) CHECK(folder.is_relative());

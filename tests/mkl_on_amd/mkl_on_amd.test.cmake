@@ -22,7 +22,7 @@ function(run expected)
   set(output "${output}" PARENT_SCOPE)
 endfunction()
 
-# Nobody asks, -1, where there is no MKL.
+# The answer is -1 without MKL.
 set(as_it_is "(1|0|-1)")
 if(amd)
   set(as_it_is "(0|-1)")

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a program computes, saved by one that answers MKL as LibTorch does, and compared with by one that does not:
+// Computes results; a program that answers MKL like LibTorch saves them, and one that does not compares them:
 //   products save FILE | products compare FILE | products compare-bits FILE
 // Linked twice, with answer.cpp and without.
 
@@ -24,7 +24,7 @@ namespace {
 namespace ga = gradaccum;
 using Results = std::map<std::string, at::Tensor>;
 
-/// Names that begin with "mkl" are MKL's; all others keep their bits.
+/// Returns results. Names that begin with "mkl" are MKL's; all others must keep their bits.
 Results results() {
   torch::manual_seed(1);
   at::set_num_threads(1);
@@ -58,7 +58,7 @@ void compare(const Results& ours, const Results& theirs, bool bits) {
   }
 }
 
-/// What MKL hears when it asks: 1, 0, or -1 where there is nobody to ask.
+/// Returns the answer that MKL gets: 1, 0, or -1 without MKL.
 int answer() {
 #ifdef __unix__
   const auto asked = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "mkl_serv_intel_cpu_true"));

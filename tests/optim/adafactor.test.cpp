@@ -18,7 +18,7 @@
 #include <memory>
 #include <sstream>
 
-// Adafactor against itself written plainly in float64; what Python gives is in pytorch_values/adafactor.test.cpp.
+// Compares Adafactor with plain formulas in float64; pytorch_values/adafactor.test.cpp compares with Python.
 
 namespace ga = gradaccum;
 namespace inner = gradaccum::detail;
@@ -49,7 +49,7 @@ const std::vector<AdafactorOptions> all_options{
     pytorch(0.3).eps({0.9, 0.1}),
     AdafactorOptions(0.1).d(infinity).beta2_decay(0)};
 
-/// One parameter, in float64: the formulas of the paper, and of PyTorch where they differ.
+/// One parameter in float64, with the formulas of the paper, and of PyTorch if they differ.
 struct Reference {
   Reference(const at::Tensor& start, AdafactorOptions with) : p(start.detach().to(at::kDouble).clone()), by(with) {}
 
@@ -116,7 +116,7 @@ const std::vector<std::vector<std::int64_t>> shapes{{},     {1},      {9},     {
 
 }  // namespace
 
-TEST_CASE("Adafactor: all options, shapes of 0 to 4 dimensions; in float64, as the formulas say") {
+TEST_CASE("Adafactor: all options, shapes of 0 to 4 dimensions; in float64, equal the formulas") {
   for (auto& options : all_options)
     for (auto& shape : shapes) {
       torch::manual_seed(1);
@@ -132,7 +132,7 @@ TEST_CASE("Adafactor: all options, shapes of 0 to 4 dimensions; in float64, as t
       }
       if (p.numel() == 0) train(adafactor, {p}, 0, 2);
     }
-  // Control: another option gives something else.
+  // Control: another option gives a different result.
   auto p = leaf(torch::randn({7, 5}, at::kDouble));
   Reference reference(p, pytorch(0.3));
   Adafactor adafactor({p});
@@ -159,7 +159,7 @@ TEST_CASE("Adafactor: float32 and 16-bit parameters with float32 state; their gr
             adafactor.step();
             INFO(dtype << ", shape " << p.sizes() << ", step " << step);
             REQUIRE(torch::allclose(p.detach().to(at::kDouble), reference.p, relative, relative));
-            reference.p = p.detach().to(at::kDouble);  // each step is right to the last bit but one
+            reference.p = p.detach().to(at::kDouble);  // each step is exact up to the last bit but one
           }
           if (p.numel() == 0) continue;
           for (auto& [slot, tensor] : adafactor.named_state(named({p})))
@@ -176,7 +176,7 @@ std::vector<InstructionSet> sets() {
   return all;
 }
 
-/// Memory that begins at an odd place, with something in front and behind that no kernel may touch.
+/// Unaligned memory, with guard elements before and after.
 struct Array {
   Array(const at::Tensor& numbers, at::ScalarType dtype) : all(torch::full({numbers.numel() + 6}, 7.0, dtype)) {
     inner().copy_(numbers.flatten());
@@ -208,7 +208,7 @@ const inner::AdafactorNumbers numbers{.multiplier = 0.5,
                                       .kept = 0.9,
                                       .step_size = 0.2};
 
-/// One step of matrices in two parts, or of vectors, of one instruction set.
+/// Checks one step of matrices in two parts, or of vectors, with one instruction set.
 void check_kernels(const inner::AdafactorKernels& kernels, const Types& types, at::IntArrayRef shape, bool momentum) {
   const auto matrices = shape[0], rows = shape[1], columns = shape[2];
   const auto like = torch::randn(shape, at::kDouble);
@@ -303,7 +303,7 @@ TEST_CASE("Adafactor's kernels: all instruction sets, types and odd sizes") {
   }
 }
 
-TEST_CASE("Adafactor: parameters and gradients of any strides; what lies between their elements stays") {
+TEST_CASE("Adafactor: parameters and gradients of any strides; memory between their elements stays unchanged") {
   const std::vector<std::function<at::Tensor(const at::Tensor&)>> layouts{
       [](auto& t) { return t.transpose(-1, -2).contiguous().transpose(-1, -2); },
       [](auto& t) {
@@ -336,7 +336,7 @@ TEST_CASE("Adafactor: parameters and gradients of any strides; what lies between
       }
 }
 
-TEST_CASE("Adafactor: autograd notices the step") {
+TEST_CASE("Adafactor: autograd detects the step") {
   for (bool transposed : {false, true}) {
     auto p = torch::ones({3, 2});
     if (transposed) p = p.t();
@@ -348,7 +348,7 @@ TEST_CASE("Adafactor: autograd notices the step") {
   }
 }
 
-TEST_CASE("Adafactor: the steps on a device, ATen's operations, tried on the CPU, do what the kernels do") {
+TEST_CASE("Adafactor: ATen's operations for devices, run on the CPU, match the kernels") {
   for (auto dtype : {at::kDouble, at::kFloat, at::kBFloat16})
     for (auto& options : all_options)
       for (auto& shape : shapes) {
@@ -394,7 +394,7 @@ TEST_CASE("Adafactor: the steps on a device, ATen's operations, tried on the CPU
       }
 }
 
-TEST_CASE("Adafactor on a device: where eps1^2 is 0 in float32, a gradient of zeros moves nothing still") {
+TEST_CASE("Adafactor on a device: with eps1^2 of 0 in float32, a gradient of zeros still changes nothing") {
   const auto p = torch::ones({4, 5});
   const inner::AdafactorStep step{{.lr = 0.1,
                                    .step_size = 0.1,
@@ -418,7 +418,7 @@ TEST_CASE("Adafactor on a device: where eps1^2 is 0 in float32, a gradient of ze
   CHECK(p.eq(1).all().item<bool>());
 }
 
-TEST_CASE("Adafactor: the bits do not depend on the number of threads, nor on what else is stepped") {
+TEST_CASE("Adafactor: the bits do not depend on the number of threads, nor on other parameters") {
   const auto run = [](int threads, bool all, std::optional<std::uint64_t> seed) {
     at::set_num_threads(threads);
     torch::manual_seed(6);
@@ -443,7 +443,7 @@ TEST_CASE("Adafactor: the bits do not depend on the number of threads, nor on wh
   at::set_num_threads(threads);
 }
 
-TEST_CASE("Adafactor: stochastic rounding keeps steps that bfloat16 would lose, in the mean") {
+TEST_CASE("Adafactor: stochastic rounding keeps, in the mean, steps that bfloat16 would lose") {
   for (auto& shape : std::vector<std::vector<std::int64_t>>{{100, 33}, {5000}}) {
     const auto run = [&](bool stochastic) {
       auto p = leaf(torch::ones(shape, at::kBFloat16));
@@ -460,7 +460,7 @@ TEST_CASE("Adafactor: stochastic rounding keeps steps that bfloat16 would lose, 
   }
 }
 
-TEST_CASE("Adafactor: step(Gradients) multiplies and clips on the way, and leaves the gradients as they are") {
+TEST_CASE("Adafactor: step(Gradients) multiplies and clips in its pass, and does not change the gradients") {
   auto a = leaves({torch::randn({50}, at::kDouble), torch::randn({4, 6}, at::kDouble)}), b = leaves(a);
   Adafactor plain(a), taking(b);
   for (int step = 0; step < 4; ++step) {
@@ -510,7 +510,7 @@ TEST_CASE("Adafactor in windows of 3, weighted, clipped, flushed: the plain step
   }
 }
 
-TEST_CASE("Adafactor: an overflow that a scaler noticed moves nothing, the state and the step count included") {
+TEST_CASE("Adafactor: an overflow that a scaler detected changes nothing, the state and the step count included") {
   for (double bad : {infinity, -infinity, double(NAN)}) {
     auto p = leaves({torch::ones({40, 3}), torch::ones({5})});
     Adafactor adafactor(p);
@@ -534,7 +534,7 @@ TEST_CASE("Adafactor: an overflow that a scaler noticed moves nothing, the state
   }
 }
 
-TEST_CASE("Adafactor: odd gradients and parameters") {
+TEST_CASE("Adafactor: special gradients and parameters") {
   for (auto& options : {AdafactorOptions(), pytorch(), AdafactorOptions().beta1(0.9)})
     for (auto& shape : std::vector<std::vector<std::int64_t>>{{9}, {5, 9}, {3, 2, 3}, {1, 1}, {}}) {
       const auto after = [&](const at::Tensor& start, double gradient, int place = -1) {
@@ -556,7 +556,7 @@ TEST_CASE("Adafactor: odd gradients and parameters") {
         for (double tiny : {1e-45, 1e-40, 1e-30, 1e-20}) CHECK(after(ones, tiny).isfinite().all().item<bool>());
         CHECK(after(torch::zeros(shape, dtype), 1.0).lt(0).all().item<bool>());  // eps[1] of a step, at least
       }
-      // Where float64 squares are finite, the size of a gradient does not matter.
+      // If float64 squares are finite, the size of a gradient does not matter.
       const auto ones = torch::ones(shape, at::kDouble);
       if (options.variant() == AdafactorVariant::paper) CHECK(difference(after(ones, 1e100), after(ones, 1.0)) < 1e-12);
     }
@@ -570,7 +570,7 @@ TEST_CASE("Adafactor: odd gradients and parameters") {
   CHECK(same_bits(q.detach(), before.detach()));
 }
 
-TEST_CASE("Adafactor: files and named state go on with the same bits") {
+TEST_CASE("Adafactor: files and named state resume with the same bits") {
   for (auto dtype : {at::kFloat, at::kDouble, at::kBFloat16})
     for (auto& options : all_options)
       for (bool by_name : {false, true}) {
@@ -605,7 +605,7 @@ TEST_CASE("Adafactor: files and named state go on with the same bits") {
         CHECK_FALSE(names.contains("variance.p0"));
         CHECK(names.at("step.p3").item<double>() == 6);
       }
-  // Control: without the state the next steps are others.
+  // Control: without the state the next steps differ.
   auto a = leaves({torch::randn({6, 5})});
   Adafactor first(a);
   train(first, a, 0, 3);
@@ -616,7 +616,7 @@ TEST_CASE("Adafactor: files and named state go on with the same bits") {
   CHECK_FALSE(same_bits(a, b));
 }
 
-TEST_CASE("Adafactor: state that does not fit is refused, and nothing has changed") {
+TEST_CASE("Adafactor: incompatible state is refused, and nothing changes") {
   auto p = leaves({torch::ones({4, 5}), torch::ones({3})});
   Adafactor adafactor(p, AdafactorOptions().beta1(0.5));
   train(adafactor, p, 0, 2);
@@ -664,7 +664,7 @@ TEST_CASE("Adafactor: state that does not fit is refused, and nothing has change
   }
   CHECK(attempt([](auto& s) { s.erase("exp_avg.p0"); }).empty());  // momentum may begin later
 
-  // In a file of LibTorch's it is noticed before anything moves.
+  // In a file of LibTorch it is detected before any update.
   auto q = leaves({torch::ones({2}), torch::ones({6, 5})});
   Adafactor other(q);
   std::stringstream file;
@@ -681,7 +681,7 @@ TEST_CASE("Adafactor: state that does not fit is refused, and nothing has change
   }
 }
 
-TEST_CASE("Adafactor: what cannot be stepped is refused before anything has moved") {
+TEST_CASE("Adafactor: parameters that cannot be stepped are refused before any update") {
   const auto check_refused = [](const std::string& part, at::Tensor bad, const at::Tensor& gradient) {
     auto good = leaf(torch::ones({3, 2}, at::kBFloat16));
     good.mutable_grad() = torch::ones_like(good.detach());
@@ -691,7 +691,7 @@ TEST_CASE("Adafactor: what cannot be stepped is refused before anything has move
     REQUIRE_ERROR(part, adafactor.step());
     CHECK(good.eq(1).all().item<bool>());
     CHECK(adafactor.state().empty());
-    CHECK(adafactor.named_state(named({good, bad})).empty());  // no count of roundings either
+    CHECK(adafactor.named_state(named({good, bad})).empty());  // not even a count of roundings
   };
   check_refused("Adafactor: a gradient must be dense, got a sparse one", leaf(torch::ones({3, 2})),
                 torch::ones({3, 2}).to_sparse());
@@ -713,7 +713,7 @@ TEST_CASE("Adafactor: what cannot be stepped is refused before anything has move
   REQUIRE_ERROR("got those of other parameters", adafactor.step(ga::Gradients(Parameters{other})));
 }
 
-TEST_CASE("Adafactor: wrong options are refused, where they are given, loaded or changed") {
+TEST_CASE("Adafactor: wrong options are refused when they are given, loaded or changed") {
   const std::vector<std::pair<std::string, AdafactorOptions>> wrong{
       {"lr must be finite and >= 0, got -1", AdafactorOptions(-1)},
       {"lr must be finite", AdafactorOptions(NAN)},
@@ -760,7 +760,7 @@ TEST_CASE("Adafactor: wrong options are refused, where they are given, loaded or
   CHECK_FALSE(AdafactorOptions() == pytorch());
 }
 
-TEST_CASE("Adafactor: groups with options of their own, frozen parameters, those without a gradient") {
+TEST_CASE("Adafactor: groups with separate options, frozen parameters, parameters without a gradient") {
   auto p =
       leaves({torch::randn({4, 5}, at::kDouble), torch::randn({6}, at::kDouble), torch::randn({3, 3}, at::kDouble)});
   const auto frozen = torch::ones({2, 2}, at::kDouble);
@@ -771,7 +771,7 @@ TEST_CASE("Adafactor: groups with options of their own, frozen parameters, those
   for (int step = 0; step < 6; ++step) {
     adafactor.zero_grad();
     for (std::size_t i = 0; i < 3; ++i) {
-      if (step % 3 == static_cast<int>(i)) continue;  // each with its own count of steps
+      if (step % 3 == static_cast<int>(i)) continue;  // each parameter has its own count of steps
       p[i].mutable_grad() = some_gradient(p[i].detach(), step);
       (i == 0 ? a : i == 1 ? b : c).step(p[i].grad());
     }
@@ -800,7 +800,7 @@ TEST_CASE("Adafactor: LibTorch's schedulers change its learning rate; a closure'
       return result;
     });
     CHECK(loss.item<double>() == Approx(reference.p.square().sum().item<double>()));
-    reference.by.lr(0.1 * std::pow(0.5, std::max(step - 1, 0) / 2));  // LibTorch counts from 0 once more
+    reference.by.lr(0.1 * std::pow(0.5, std::max(step - 1, 0) / 2));  // LibTorch counts 0 twice
     reference.step(2 * reference.p);
     scheduler.step();
   }
@@ -831,7 +831,7 @@ TEST_CASE("Adafactor: it learns XOR, and finds the minimum of Rosenbrock's funct
   CHECK((xy.detach() - 1).abs().max().item<double>() < 0.05);
 }
 
-TEST_CASE("Adafactor: memory of the state is a row and a column, and that of a step little more") {
+TEST_CASE("Adafactor: the state takes a row and a column, and a step little more") {
   auto p = leaves({torch::randn({512, 1024}), torch::randn({512, 1024})});
   for (auto& each : p) each.mutable_grad() = torch::randn({512, 1024});
   Adafactor adafactor(p);
@@ -841,13 +841,13 @@ TEST_CASE("Adafactor: memory of the state is a row and a column, and that of a s
   CHECK(meter.peak_bytes() < 0.1 * 4 * 2 * 512 * 1024);
   meter.reset_peak();
   const auto live = meter.live_bytes();
-  for (auto& each : p) each.mutable_grad() = each.grad().t().contiguous().t();  // to be copied
+  for (auto& each : p) each.mutable_grad() = each.grad().t().contiguous().t();  // not contiguous, so it is copied
   meter.reset_peak();
   adafactor.step();
   CHECK(meter.peak_bytes() - live <= 2 * 2 * 4 * 512 * 1024 + 0.1 * 4 * 2 * 512 * 1024);
 }
 
-TEST_CASE("Adafactor on a device does what it does on the CPU", "[cuda]") {
+TEST_CASE("Adafactor on a device matches the CPU", "[cuda]") {
   if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
   for (auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf})
     for (auto& options : all_options) {

@@ -36,7 +36,7 @@ constexpr std::int64_t block = inner::eight_bit_block;
 
 bool possible(InstructionSet set) { return set <= inner::instruction_set(); }
 
-// The map as the paper has it: seven decades, each divided evenly, 0 and 1.
+// Computes the paper's map: seven decades, each divided evenly, 0 and 1.
 std::vector<double> papers_map(bool is_signed) {
   std::vector<double> numbers{0, 1};
   for (int decade = 0; decade < 7; ++decade) {
@@ -51,7 +51,7 @@ std::vector<double> papers_map(bool is_signed) {
   return numbers;
 }
 
-// The codes that a step with beta1 = beta2 = 0 gives: of the gradient, and of its square.
+// Returns the codes after a step with beta1 = beta2 = 0: of the gradient, and of its square.
 std::pair<at::Tensor, at::Tensor> codes_of(const at::Tensor& gradient, InstructionSet set) {
   auto parameter = torch::zeros_like(gradient);
   const auto m = torch::full_like(gradient, 127, at::kByte), v = torch::zeros_like(gradient, at::kByte);
@@ -68,7 +68,7 @@ std::pair<at::Tensor, at::Tensor> codes_of(const at::Tensor& gradient, Instructi
   return {m, v};
 }
 
-// Numbers in blocks that all begin with 1, so that nothing is scaled.
+// Puts numbers into blocks that begin with 1, so that the scale is 1.
 at::Tensor in_blocks_of_scale_1(std::vector<float> numbers) {
   const auto all = torch::tensor(numbers);
   const auto rows = (all.numel() + block - 2) / (block - 1);
@@ -76,7 +76,7 @@ at::Tensor in_blocks_of_scale_1(std::vector<float> numbers) {
   return torch::cat({torch::ones({rows, 1}), filled}, 1).flatten().contiguous();
 }
 
-// How many of the codes do not stand for a number of the map that is as near as any.
+// Counts the codes whose number in the map is not the nearest.
 std::int64_t not_nearest(const at::Tensor& numbers, const at::Tensor& codes, const inner::DynamicMap& map) {
   const auto values = torch::tensor(at::ArrayRef<float>(map.values)).to(at::kDouble);
   const auto x = numbers.to(at::kDouble);
@@ -120,7 +120,7 @@ TEST_CASE("DynamicMap: the paper's numbers, in order") {
   CHECK(inner::second_moment_map().values[255] == 1);
 }
 
-TEST_CASE("8-bit codes: the nearest number of the map, for every instruction set") {
+TEST_CASE("8-bit codes: codes are the nearest number of the map, for every instruction set") {
   std::vector<float> numbers{0.0f, 1.0f, -1.0f, 1e-30f, -1e-30f, 1e-45f};
   const auto near = [&](float x) {
     for (float up = x, down = x, i = 0; i < 4; ++i) {
@@ -144,7 +144,7 @@ TEST_CASE("8-bit codes: the nearest number of the map, for every instruction set
     const auto [m, v] = codes_of(gradient, set);
     CHECK(not_nearest(gradient, m, inner::signed_map()) == 0);
     const auto square = gradient * gradient;
-    const auto tiny = square.gt(0).logical_and(square.lt(1.625e-7));  // but no second moment becomes 0
+    const auto tiny = square.gt(0).logical_and(square.lt(1.625e-7));  // a second moment never becomes 0
     CHECK(not_nearest(square.masked_fill(tiny, 0), v.masked_fill(tiny, 0), inner::second_moment_map()) == 0);
     CHECK(v.masked_select(tiny).eq(1).all().item<bool>());
     CHECK(tiny.sum().item<int>() > 1000);
@@ -185,7 +185,7 @@ TEST_CASE("Adam8bit: one step is Adam's on the decoded moments, for every instru
                     lr * (whole_m / (1 - std::pow(0.9, 3))) / ((whole_v / (1 - std::pow(0.99, 3))).sqrt() + 1e-8);
           const double rounding = dtype == at::kFloat ? 1e-6 : dtype == at::kHalf ? 1e-3 : 8e-3;
           CHECK(torch::allclose(p.to(at::kDouble), whole_p, rounding, rounding));
-          // A code's neighbours are at most 1/2 (near 0: all) of a number's own size away.
+          // A code's neighbors differ by at most 1/2 of the number's size (near 0: all of it).
           const auto blocks = [](const at::Tensor& t) {
             const auto missing = inner::eight_bit_blocks(t.numel()) * inner::eight_bit_block - t.numel();
             return torch::constant_pad_nd(t.flatten(), {0, missing})
@@ -202,7 +202,7 @@ TEST_CASE("Adam8bit: one step is Adam's on the decoded moments, for every instru
         }
 }
 
-TEST_CASE("Adam8bit: within the tolerances of bitsandbytes' own test") {
+TEST_CASE("Adam8bit: within the tolerances of bitsandbytes' test") {
   for (auto dtype : {at::kFloat, at::kBFloat16, at::kHalf})
     for (std::int64_t columns : {32, 257}) {
       INFO(dtype << ", " << columns);
@@ -230,17 +230,17 @@ TEST_CASE("Adam8bit: within the tolerances of bitsandbytes' own test") {
         };
         CHECK(outliers(first_moment(ours, coded), state.exp_avg()) < 20);
         CHECK(outliers(second_moment(ours, coded), state.exp_avg_sq()) < 20);
-        whole.copy_(coded);  // so that each step is compared by itself
+        whole.copy_(coded);  // compares each step separately
         state.exp_avg().copy_(first_moment(ours, coded));
         state.exp_avg_sq().copy_(second_moment(ours, coded));
       }
       CHECK(error < (dtype == at::kFloat ? 6e-5 : 1.7e-4));
-      CHECK(moved > 1.5e-4);  // the steps themselves are far larger
+      CHECK(moved > 1.5e-4);  // the steps are far larger
       CHECK(relative < (dtype == at::kFloat ? 6e-3 : 1.6e-2));
     }
 }
 
-TEST_CASE("Adam8bit: small tensors, float64 and complex ones are stepped as by Adam, to the bit") {
+TEST_CASE("Adam8bit: small tensors, float64 and complex ones are updated bitwise as by Adam") {
   const auto check = [](const at::Tensor& start, bool same) {
     auto a = leaf(start.clone()), b = leaf(start.clone());
     ga::optim::AdamW8bit ours({a}, AdamW8bitOptions(0.01).weight_decay(0.1));
@@ -262,7 +262,7 @@ TEST_CASE("Adam8bit: small tensors, float64 and complex ones are stepped as by A
   check(torch::randn({4096}), false);
 }
 
-TEST_CASE("Adam8bit: parameters that keep their moments in 32 bits are stepped as by Adam, to the bit") {
+TEST_CASE("Adam8bit: parameters that keep their moments in 32 bits are updated bitwise as by Adam") {
   const auto embedding = torch::randn({100, 64}), weight = torch::randn({64, 128});
   auto kept = leaf(embedding.clone()), coded = leaf(weight.clone()), plain = leaf(embedding.clone());
   ga::optim::Adam8bit adam({kept, coded}, Adam8bitOptions(1e-2));
@@ -282,13 +282,13 @@ TEST_CASE("Adam8bit: parameters that keep their moments in 32 bits are stepped a
     return static_cast<ga::optim::Adam8bitParamState&>(state).exp_avg.scalar_type();
   };
   CHECK(dtype_of_moments(kept) == at::kFloat);
-  CHECK(dtype_of_moments(coded) == at::kByte);  // the others are as before
+  CHECK(dtype_of_moments(coded) == at::kByte);  // the others are unchanged
 
   REQUIRE_ERROR("before the first step", adam.keep_in_32_bits({kept, coded}));
   REQUIRE_ERROR("must be given parameters of this optimizer", adam.keep_in_32_bits({plain}));
 }
 
-TEST_CASE("Adam8bit and AdamW8bit: where the weight decay goes") {
+TEST_CASE("Adam8bit and AdamW8bit: coupled and decoupled weight decay") {
   const auto start = torch::full({4096}, 2.0);
   const auto stepped = [&](auto&& make) {
     auto parameter = leaf(start.clone());
@@ -307,7 +307,7 @@ TEST_CASE("Adam8bit and AdamW8bit: where the weight decay goes") {
   CHECK(decoupled == Approx(2 * (1 - 0.05) - 0.1));
 }
 
-TEST_CASE("Adam8bit: parameters of any strides, whose moments stay with their elements") {
+TEST_CASE("Adam8bit: moments stay with their elements for parameters of any strides") {
   torch::manual_seed(5);
   const auto start = torch::randn({96, 64});
   const auto run = [&](const at::Tensor& parameter, bool transposed_gradient) {
@@ -324,12 +324,12 @@ TEST_CASE("Adam8bit: parameters of any strides, whose moments stay with their el
   const auto gaps = torch::zeros({96, 128});
   CHECK(torch::equal(run(leaf(gaps.slice(1, 0, 64).copy_(start)), false), expected));
   CHECK(gaps.slice(1, 64).eq(0).all().item<bool>());
-  // Other blocks, so other scales; but near.
+  // Other blocks have other scales, but results are close.
   const auto transposed = run(leaf(start.t().contiguous().t()), false);
   CHECK_FALSE(torch::equal(transposed, expected));
   CHECK((transposed - expected).abs().max().item<double>() < 0.02);
 
-  // Moments of a parameter whose memory is then laid out anew.
+  // The layout of a parameter with moments changes.
   auto parameter = leaf(start.clone());
   ga::optim::Adam8bit optimizer({parameter}, Adam8bitOptions(0.01));
   parameter.mutable_grad() = gradient_like(start, 1);
@@ -418,7 +418,7 @@ TEST_CASE("Adam8bit: after saving and loading, the next steps are the same to th
   CHECK(torch::equal(flat(second), flat(model)));
 }
 
-TEST_CASE("Adam8bit: moments stay with their elements in files, which have them row by row") {
+TEST_CASE("Adam8bit: moments stay with their elements in files, which store them row by row") {
   const auto make = [](at::MemoryFormat format) {
     torch::manual_seed(8);
     torch::nn::Conv2d conv(torch::nn::Conv2dOptions(40, 30, 3));
@@ -428,7 +428,7 @@ TEST_CASE("Adam8bit: moments stay with their elements in files, which have them 
   };
   const auto step = [](auto& optimizer, torch::nn::Conv2d& net, int seed) {
     torch::manual_seed(seed);
-    // numbers of a channel are unlike those of others: each block of them has a scale of its own
+    // Numbers of a channel have similar sizes, different from other channels, so blocks have different scales.
     const auto sizes = torch::pow(10.0, torch::arange(40).remainder(5)).reshape({1, 40, 1, 1});
     net->weight.mutable_grad() = torch::empty_like(net->weight).copy_(torch::randn({30, 40, 3, 3}) * sizes);
     optimizer.step();
@@ -456,12 +456,11 @@ TEST_CASE("Adam8bit: moments stay with their elements in files, which have them 
       if (from == to)
         CHECK(difference == 0);
       else
-        CHECK(difference <
-              0.01);  // in other blocks; a step is 0.01, and moments that have lost their elements make 0.03
+        CHECK(difference < 0.01);  // blocks differ; a step is 0.01, and misplaced moments would make 0.03
     }
 }
 
-TEST_CASE("Adam8bit: state of another model is refused, and nothing has changed") {
+TEST_CASE("Adam8bit: state of another model is refused, and nothing changes") {
   torch::manual_seed(9);
   torch::nn::Linear model(100, 80);
   ga::optim::Adam8bit optimizer(model->parameters(), Adam8bitOptions(0.01));
@@ -494,7 +493,7 @@ TEST_CASE("Adam8bit: state of another model is refused, and nothing has changed"
   refused("whole number >= 0", with("step.weight", torch::tensor(-1.0)));
   refused("no parameter or state of this optimizer matches", with("exp_avg.other", torch::zeros({3})));
 
-  // A file, which LibTorch reads: noticed at the next step, before anything moves.
+  // In a file, which LibTorch reads, it is detected at the next step, before any update.
   auto& state = state_of(optimizer, model->weight);
   state.exp_avg_scale = torch::zeros({3});
   REQUIRE_ERROR("state was loaded for another model", optimizer.step());
@@ -516,7 +515,7 @@ TEST_CASE("Adam8bit: gradients that are not finite") {
   step_with(std::numeric_limits<double>::infinity());
   CHECK(torch::equal(parameter, start));
   CHECK(optimizer.state().empty());
-  // Without a scaler: not hidden. Its block is lost with it, the others are as they were.
+  // Without a scaler non-finite numbers are not hidden. Only the number's block becomes non-finite.
   for (double number : {std::nan(""), std::numeric_limits<double>::infinity()}) {
     auto other = leaf(start.clone());
     ga::optim::Adam8bit plain({other}, Adam8bitOptions(0.01));
@@ -538,17 +537,17 @@ TEST_CASE("Adam8bit: blocks of zeros, of denormals, and of one large number amon
     auto gradient = torch::zeros({16, block});
     gradient[1].fill_(1e-42);
     gradient[2].fill_(1e-5);
-    gradient[2][7] = 1.0;  // the squares of the others are 1e-10 of its own
+    gradient[2][7] = 1.0;  // the other squares are 1e-10 of its square
     parameter.mutable_grad() = gradient.view({-1});
     optimizer.step();
   }
   const auto moved = (1 - parameter.detach()).view({16, block});
   CHECK(moved[0].eq(0).all().item<bool>());
-  CHECK(moved[1].eq(0).all().item<bool>());  // eps is far larger
+  CHECK(moved[1].eq(0).all().item<bool>());  // eps is far larger than the update
   CHECK(moved.isfinite().all().item<bool>());
   CHECK(moved[2][7].item<double>() == Approx(0.2).epsilon(0.02));
   CHECK(moved[2][8].item<double>() > 0);
-  CHECK(moved[2][8].item<double>() <= 0.21);  // not 30 times too far
+  CHECK(moved[2][8].item<double>() <= 0.21);  // not 30 times too large
 }
 
 TEST_CASE("Adam8bit: with an accumulator, the step of the mean gradient; of a shorter window, too") {
@@ -591,7 +590,7 @@ TEST_CASE("Adam8bit: bytes") {
   CHECK(static_cast<double>(meter.peak_bytes()) <= 10.1 * n);
 }
 
-TEST_CASE("Adam8bit: what it refuses") {
+TEST_CASE("Adam8bit: refuses invalid options and parameters") {
   auto parameter = leaf(torch::zeros({5000}));
   const auto make = [&](Adam8bitOptions options) { ga::optim::Adam8bit({parameter}, options); };
   REQUIRE_ERROR("Adam8bit: lr must be >= 0, got -1", make(Adam8bitOptions(-1)));
@@ -611,7 +610,7 @@ TEST_CASE("Adam8bit: what it refuses") {
   CHECK(optimizer.param_groups().size() == 1);
 }
 
-TEST_CASE("Adam8bit: groups with options of their own, a schedule, parameters without a gradient") {
+TEST_CASE("Adam8bit: groups with separate options, a schedule, parameters without a gradient") {
   Parameters parameters = leaves({torch::zeros({5000}), torch::zeros({5000}), torch::zeros({5000})});
   std::vector<torch::optim::OptimizerParamGroup> groups{{{parameters[0], parameters[2]}},
                                                         {{parameters[1]}, std::make_unique<Adam8bitOptions>(0.5)}};
@@ -673,7 +672,7 @@ TEST_CASE("Adam8bit: learns exclusive or") {
   CHECK(loss().item<double>() < 0.05);
 }
 
-TEST_CASE("Adam8bit: windows that end in every way") {
+TEST_CASE("Adam8bit: windows that end in all ways") {
   const auto batches = make_batches({5, 5, 5, 5, 3}, at::kFloat);
   const auto make = [] {
     torch::manual_seed(14);
@@ -709,7 +708,7 @@ TEST_CASE("Adam8bit: windows that end in every way") {
   }
 }
 
-TEST_CASE("Adam8bit: moments of 8 bits for a parameter in float64 are refused before anything moves") {
+TEST_CASE("Adam8bit: moments of 8 bits for a parameter in float64 are refused before any update") {
   auto small = torch::ones({10}).requires_grad_(), large = torch::ones({5000}).requires_grad_();
   const auto named = [&](const at::Tensor& one) {
     torch::OrderedDict<std::string, at::Tensor> all;

@@ -13,7 +13,7 @@
 #include <memory>
 #include <string_view>
 
-// Every kernel of every instruction set that this processor has, against ATen in float64.
+// Tests every kernel of every instruction set that this processor has, against ATen in float64.
 
 namespace inner = gradaccum::detail;
 using inner::InstructionSet;
@@ -46,9 +46,9 @@ class FusedSteps {
   at::CallbackHandle callback_ = at::addThreadLocalCallback(at::RecordFunctionCallback(see));
 };
 
-constexpr int spare = 3;  // elements before and after, which no kernel may touch
+constexpr int spare = 3;  // guard elements before and after
 
-/// An array that begins at an odd place in memory, with something in front and behind.
+/// An unaligned array with guard elements before and after.
 struct Array {
   Array(const at::Tensor& numbers, at::ScalarType dtype) : all(torch::full({numbers.numel() + 2 * spare}, 7.0, dtype)) {
     inner().copy_(numbers);
@@ -75,7 +75,7 @@ bool close(const at::Tensor& a, const at::Tensor& b, double tolerance) {
   return torch::allclose(a.to(at::kDouble), b.to(at::kDouble), tolerance, tolerance / 2, /*equal_nan=*/true);
 }
 
-/// Adam as the paper has it, in float64.
+/// Adam by the paper's formulas, in float64.
 void adam_in_float64(at::Tensor& p, at::Tensor g, at::Tensor& m, at::Tensor& v, at::Tensor& x,
                      const inner::AdamSettings& by, double multiplier) {
   g = g * multiplier;
@@ -153,7 +153,7 @@ TEST_CASE("kernels: Adam with denormals, infinities and NaN") {
         INFO("gradient " << odd << ", set " << int(set) << ", parameter " << types.parameter);
         auto gradient = torch::randn({150}, at::kDouble);
         for (int place : {0, 17, 63, 64, 100, 149}) gradient[place] = odd;
-        // 1e30 squared is infinite in float32, and the step 0: as in float64 with the same state
+        // 1e30 squared is infinite in float32, so the step is 0; float64 with the same state agrees.
         if (odd == 1e30 && types.state == at::kFloat) continue;
         check_adam(set, types, adam_settings[1], gradient, 1.0);
       }
@@ -181,7 +181,8 @@ TEST_CASE("kernels: SGD of all sizes, types and settings") {
         for (auto& by : settings) check_sgd(set, types, by, n);
 }
 
-TEST_CASE("kernels: all 65536 numbers of 16 bits go to float32 and back unchanged, and others are rounded as by ATen") {
+TEST_CASE(
+    "kernels: all 65536 numbers of 16 bits convert to float32 and back unchanged, and others are rounded as by ATen") {
   const auto bits = torch::arange(65536).sub(32768).to(at::kShort);
   torch::manual_seed(5);
   const auto floats =
@@ -216,7 +217,7 @@ TEST_CASE("kernels: the sum of squares of all sizes and types") {
       }
 }
 
-TEST_CASE("sums_of_squares: each tensor's own, whatever their sizes; the same bits for any number of threads") {
+TEST_CASE("sums_of_squares: separate sums for tensors of any sizes; the same bits for any number of threads") {
   torch::manual_seed(7);
   std::vector<at::Tensor> tensors;
   for (std::int64_t n : {0, 1, 10, 8191, 8192, 8193, 0, 64, 100000, 16384, 5, 0})
@@ -236,7 +237,7 @@ TEST_CASE("sums_of_squares: each tensor's own, whatever their sizes; the same bi
   REQUIRE(inner::sums_of_squares({}).empty());
 }
 
-TEST_CASE("sums_of_squares: rows of a table count as the table does, to the bit") {
+TEST_CASE("sums_of_squares: rows of a table give bitwise the sum of the table") {
   torch::manual_seed(7);
   for (std::int64_t width : {1, 3, 64, 100, 9000})
     for (auto dtype : {at::kFloat, at::kDouble, at::kBFloat16}) {
@@ -250,7 +251,7 @@ TEST_CASE("sums_of_squares: rows of a table count as the table does, to the bit"
     }
 }
 
-TEST_CASE("the steps on a device: ATen's fused operations, tried on the CPU, do what the kernels do") {
+TEST_CASE("the steps on a device: ATen's fused operations, run on the CPU, match the kernels") {
   torch::manual_seed(8);
   const auto host = [](double factor) { return inner::Multiplier{.numerator = factor}; };
   for (auto dtype : {at::kFloat, at::kDouble, at::kBFloat16})
@@ -285,7 +286,7 @@ TEST_CASE("the steps on a device: ATen's fused operations, tried on the CPU, do 
     }
 }
 
-TEST_CASE("the steps on a device go in batches: of one dtype, the same settings, and not too many copies at a time") {
+TEST_CASE("the steps on a device run in batches: of one dtype, the same settings, and a limited number of copies") {
   const auto step = [](at::ScalarType dtype, std::int64_t count, std::int64_t size) {
     inner::AdamSettings settings = adam_settings[1];
     settings.step = count;
@@ -309,7 +310,7 @@ TEST_CASE("the steps on a device go in batches: of one dtype, the same settings,
   CHECK(batches_of({}, true) == 0);
 }
 
-TEST_CASE("the steps on a device: a parameter that is cut moves as if it were whole, whatever it is copied for") {
+TEST_CASE("the steps on a device: a parameter that is cut is updated as if it were whole, copied for any reason") {
   torch::manual_seed(9);
   constexpr auto size = inner::most_copied + 300;
   for (auto dtype : {at::kFloat, at::kBFloat16, at::kComplexFloat}) {

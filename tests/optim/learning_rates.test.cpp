@@ -21,7 +21,7 @@ std::unique_ptr<SGD> sgd_with(const std::vector<double>& rates) {
   auto sgd = std::make_unique<SGD>(std::vector<at::Tensor>{parameter()}, SGDOptions(rates.at(0)));
   for (std::size_t i = 1; i < rates.size(); ++i) {
     sgd->add_param_group({{parameter()}});
-    sgd->param_groups()[i].options().set_lr(rates[i]);  // as it is, also where it equals LibTorch's default
+    sgd->param_groups()[i].options().set_lr(rates[i]);  // explicit, also if it equals LibTorch's default
   }
   return sgd;
 }
@@ -58,7 +58,7 @@ TEST_CASE("LearningRates: groups keep their ratios, also through a rate of 0") {
   }
 }
 
-TEST_CASE("LearningRates: of an accumulator, and of optimizers behind references") {
+TEST_CASE("LearningRates: accepts an accumulator, and optimizers behind references") {
   const auto sgd = sgd_with({0.5, 0.125});
   ga::GradAccumulator accumulator(*sgd, {.steps = 2});
   torch::optim::Optimizer& facade = accumulator;
@@ -66,7 +66,7 @@ TEST_CASE("LearningRates: of an accumulator, and of optimizers behind references
   of_accumulator.set(0.4);
   CHECK(rates_of(*sgd) == Rates{0.4, 0.1});
   of_facade.set(0.8);
-  accumulator.step();  // what was set through the reference reaches the wrapped optimizer with the next call
+  accumulator.step();  // a change through the reference reaches the wrapped optimizer with the next call
   CHECK(rates_of(*sgd) == Rates{0.8, 0.2});
   CHECK(of_accumulator.current() == 0.8);
   of_wrapped.set(0.6);
@@ -76,7 +76,7 @@ TEST_CASE("LearningRates: of an accumulator, and of optimizers behind references
   CHECK(rates_of(lbfgs) == Rates{0.5});
 }
 
-TEST_CASE("LearningRates: a group that is added later counts as if it had been there") {
+TEST_CASE("LearningRates: a group that is added later counts as if it had existed before") {
   const auto sgd = sgd_with({0.5});
   ga::LearningRates rates(*sgd);
   rates.set(0.05);
@@ -93,7 +93,7 @@ TEST_CASE("LearningRates: a group that is added later counts as if it had been t
   CHECK(rates_of(*sgd) == Rates{0.1, 0.1, 0.4});
 }
 
-TEST_CASE("LearningRates: what cannot be set changes nothing") {
+TEST_CASE("LearningRates: invalid rates change nothing") {
   const auto sgd = sgd_with({0.5, 1});
   ga::LearningRates rates(*sgd);
   const double infinity = std::numeric_limits<double>::infinity();
@@ -108,7 +108,7 @@ TEST_CASE("LearningRates: what cannot be set changes nothing") {
   CHECK(rates_of(*sgd) == Rates{0.5, 1, infinity});
 }
 
-TEST_CASE("LearningRates: optimizers that it cannot be made of") {
+TEST_CASE("LearningRates: refuses unsupported optimizers") {
   REQUIRE_ERROR("LearningRates: the first group's rate must be > 0 if another's is, got 0 and 0.1",
                 ga::LearningRates(*sgd_with({0, 0.1})));
   SGD without_groups(std::vector<torch::optim::OptimizerParamGroup>(), SGDOptions(0.1));
@@ -127,7 +127,7 @@ TEST_CASE("LearningRates: optimizers that it cannot be made of") {
   REQUIRE_ERROR("LearningRates: TellsOnly must override get_lr() and set_lr()", ga::LearningRates(tells_only));
 }
 
-// Of a Trainer, what Schedule takes: how often parameters have moved, and the optimizer.
+// The parts of a Trainer that Schedule uses: the number of updates, and the optimizer.
 namespace {
 
 struct Counts {
@@ -151,7 +151,7 @@ TEST_CASE("Schedule: each update has the rate of its index") {
   }
 }
 
-TEST_CASE("Schedule: of any function, and begins where the trainer is") {
+TEST_CASE("Schedule: accepts any function, and begins at the trainer's update") {
   const auto sgd = sgd_with({0.5});
   Counts trainer{*sgd, 4};
   ga::Schedule halves{[](std::int64_t update) { return 1.0 / static_cast<double>(1 + update); }};
@@ -163,7 +163,7 @@ TEST_CASE("Schedule: of any function, and begins where the trainer is") {
   REQUIRE_ERROR("lr::Linear: total must be >= 1, got 0", unfinished.attach(trainer));
 }
 
-TEST_CASE("Schedule: loading sets the rate of the loaded count, by the ratios from before") {
+TEST_CASE("Schedule: loading sets the rate of the loaded count, with the earlier ratios") {
   const auto sgd = sgd_with({0.5, 0.25});
   Counts trainer{*sgd};
   ga::Schedule schedule{[](std::int64_t update) { return 1.0 / static_cast<double>(1 + update); }};
@@ -171,9 +171,9 @@ TEST_CASE("Schedule: loading sets the rate of the loaded count, by the ratios fr
   ga::Archive saved;
   saved("schedule", schedule);
   CHECK(rates_of(*sgd) == Rates{1, 0.5});
-  CHECK(saved.values().contains("schedule.updates"));  // so that loading calls it
+  CHECK(saved.values().contains("schedule.updates"));  // so that loading calls state()
   trainer.count = 3;
-  for (auto& group : sgd->param_groups()) group.options().set_lr(0);  // as a file of another schedule has them
+  for (auto& group : sgd->param_groups()) group.options().set_lr(0);  // as in a file of another schedule
   ga::Archive loaded(saved.values());
   loaded("schedule", schedule);
   CHECK(rates_of(*sgd) == Rates{0.25, 0.125});

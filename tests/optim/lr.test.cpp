@@ -5,7 +5,7 @@
 
 #include <limits>
 
-// Their values are compared with Python's in pytorch_values/schedules.test.cpp.
+// pytorch_values/schedules.test.cpp compares the values with Python's.
 
 namespace lr = gradaccum::lr;
 
@@ -77,7 +77,7 @@ TEST_CASE("lr: the longest phases lose nothing") {
   CHECK(linear(total) == 0);
 }
 
-TEST_CASE("lr: a rate depends on its update alone") {
+TEST_CASE("lr: a rate depends only on its update") {
   const lr::WarmupStableDecay rate{.peak = 0.3, .warmup = 7, .total = 40, .decay = 9};
   std::vector<double> forwards, backwards(45);
   for (int update = 0; update < 45; ++update) forwards.push_back(rate(update));
@@ -92,7 +92,7 @@ TEST_CASE("lr: before its decay WarmupStableDecay does not depend on the total")
   CHECK(shorter(32) != longer(32));
 }
 
-TEST_CASE("lr: members out of range, and what was forgotten") {
+TEST_CASE("lr: members out of range, and missing ones") {
   REQUIRE_ERROR("lr::Constant: peak must be finite and > 0, got 0", lr::Constant{}(0));
   REQUIRE_ERROR("peak must be finite and > 0, got nan", lr::Constant{.peak = not_a_number}(0));
   REQUIRE_ERROR("peak must be finite and > 0, got inf", lr::Constant{.peak = infinity}(0));

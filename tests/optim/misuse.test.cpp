@@ -12,7 +12,7 @@
 
 #include <sstream>
 
-// What the one-pass optimizers must refuse before anything has moved, and what is odd but right.
+// Inputs that the one-pass optimizers must refuse before any update, and unusual ones that are valid.
 
 namespace ga = gradaccum;
 using testing::leaf;
@@ -34,7 +34,7 @@ torch::OrderedDict<std::string, at::Tensor> named(const at::Tensor& parameter) {
   return names;
 }
 
-/// Steps a good parameter together with a bad one: the message; the good one must not have moved.
+/// Steps a good parameter together with a bad one, and returns the error; the good one must not change.
 template <class Optimizer, class Options>
 std::string refusal(const at::Tensor& bad, const Options& options) {
   auto good = with_gradient(leaf(torch::ones({3})), torch::ones({3}));
@@ -54,9 +54,9 @@ void check_refused(const std::string& part, const at::Tensor& bad) {
 
 }  // namespace
 
-TEST_CASE("one-pass optimizers: what cannot be stepped is refused before anything has moved") {
+TEST_CASE("one-pass optimizers: parameters that cannot be stepped are refused before any update") {
   auto shrunk = with_gradient(leaf(torch::ones({3, 4})), torch::ones({3, 4}));
-  shrunk.set_data(torch::zeros({1000, 4}));  // as when a vocabulary grows: the gradient stays
+  shrunk.set_data(torch::zeros({1000, 4}));  // the gradient keeps the old shape, as when a vocabulary grows
   check_refused("must have the shape and device of its parameter, [1000, 4] on cpu, got [3, 4] on cpu", shrunk);
 
   auto expanded = torch::zeros({1}).expand({4}).detach().set_requires_grad(true);
@@ -74,18 +74,18 @@ TEST_CASE("one-pass optimizers: a parameter without memory is named") {
   REQUIRE_ERROR("AdamW: a parameter must have memory, got one on the meta device", on_meta.step());
 }
 
-TEST_CASE("one-pass optimizers: a sparse gradient of another shape is refused before anything has moved") {
+TEST_CASE("one-pass optimizers: a sparse gradient of another shape is refused before any update") {
   auto bad = with_gradient(leaf(torch::ones({3, 2})), torch::ones({3, 2}).to_sparse());
   bad.set_data(torch::zeros({2, 2}));
   CHECK(testing::contains(refusal<ga::optim::SGD>(bad, SGDOptions(0.1)), "must have the shape"));
 }
 
-TEST_CASE("one-pass optimizers: gradients of somebody else's parameters are an error") {
+TEST_CASE("one-pass optimizers: gradients of another optimizer's parameters are an error") {
   auto mine = with_gradient(leaf(torch::ones({3})), torch::ones({3}));
   auto other = with_gradient(leaf(torch::ones({3})), torch::ones({3}));
   ga::optim::AdamW adamw({mine});
   REQUIRE_ERROR("got those of other parameters", adamw.step(ga::Gradients(Parameters{other})));
-  adamw.step(ga::Gradients(Parameters{other, mine}));  // more than its own are fine
+  adamw.step(ga::Gradients(Parameters{other, mine}));  // further parameters are allowed
   CHECK(mine.ne(1).all().item<bool>());
   CHECK(other.eq(1).all().item<bool>());
 }
@@ -131,7 +131,7 @@ TEST_CASE("one-pass optimizers: state that LibTorch kept in 16 bits is converted
   }
 }
 
-TEST_CASE("one-pass optimizers: loaded state is put into the order of the parameter's elements") {
+TEST_CASE("one-pass optimizers: loaded state is converted to the order of the parameter's elements") {
   auto transposed = torch::randn({8, 6}).t().detach().set_requires_grad(true), plain = leaf(transposed.contiguous());
   ga::optim::Adam a({transposed}), b({plain});
   const std::map<std::string, at::Tensor> state{
@@ -179,7 +179,7 @@ TEST_CASE("one-pass optimizers: a float64 sum beyond float32 is multiplied befor
   }
 }
 
-TEST_CASE("Adam without a first moment: tiny gradients are not lost beside large ones before") {
+TEST_CASE("Adam without a first moment: tiny gradients are not lost after large ones") {
   for (double gradient : {1e-3, 1e-6, 1e-8}) {
     auto a = leaf(torch::zeros({100})), b = leaf(a);
     torch::optim::Adam theirs({a}, AdamOptions(1.0).betas({0.0, 0.99}));
@@ -197,7 +197,7 @@ TEST_CASE("Adam without a first moment: tiny gradients are not lost beside large
   }
 }
 
-TEST_CASE("Adam: gradients whose square is beyond float32 overflow no earlier than in LibTorch") {
+TEST_CASE("Adam: gradients whose square exceeds float32 overflow no earlier than in LibTorch") {
   for (float gradient : {1e19f, 2e19f, 1e20f, 5e20f}) {
     auto p = leaf(torch::ones({100}));
     ga::optim::Adam adam({p}, AdamOptions(0.1));
@@ -209,7 +209,7 @@ TEST_CASE("Adam: gradients whose square is beyond float32 overflow no earlier th
   }
 }
 
-TEST_CASE("one-pass optimizers: what a step needs of memory") {
+TEST_CASE("one-pass optimizers: the memory of a step") {
   constexpr std::int64_t size = 1 << 20, count = 16;
   constexpr double of_one = size * 4;
   const auto peak_of_step = [&](bool transposed) {
@@ -219,7 +219,7 @@ TEST_CASE("one-pass optimizers: what a step needs of memory") {
       parameters.push_back(with_gradient(leaf(torch::zeros({1024, 1024})), transposed ? gradient.t() : gradient));
     }
     ga::optim::AdamW adamw(parameters);
-    adamw.step();  // makes its state
+    adamw.step();  // creates its state
     ga::MemoryMeter meter;
     adamw.step();
     return static_cast<double>(meter.peak_bytes());

@@ -14,7 +14,7 @@
 #include <sstream>
 #include <thread>
 
-// Our optimizers against LibTorch's own, which they derive from.
+// Compares our optimizers with LibTorch's, from which they derive.
 
 namespace ga = gradaccum;
 using namespace testing;
@@ -26,7 +26,7 @@ namespace {
 
 using Optimizer = std::unique_ptr<torch::optim::Optimizer>;
 
-/// Makes an optimizer of LibTorch's, or ours with the same options.
+/// Makes an optimizer of LibTorch, or ours with the same options.
 struct Kind {
   std::string name;
   std::function<Optimizer(Parameters)> theirs, ours;
@@ -62,7 +62,7 @@ double largest_difference(const Parameters& a, const Parameters& b) {
   return largest;
 }
 
-/// The same gradients for both, `steps` times.
+/// Steps both `steps` times with the same gradients.
 double difference_after(const Kind& kind, const Parameters& start, int steps,
                         const std::function<at::Tensor(const at::Tensor&, int)>& gradient_of) {
   auto a = leaves(start), b = leaves(start);
@@ -86,7 +86,7 @@ at::Tensor some_gradient(const at::Tensor& parameter, int seed) {
 
 }  // namespace
 
-TEST_CASE("one-pass optimizers: LibTorch's results, for all options and shapes") {
+TEST_CASE("one-pass optimizers: give LibTorch's results, for all options and shapes") {
   torch::manual_seed(1);
   for (auto dtype : {at::kDouble, at::kFloat}) {
     const Parameters start{torch::randn({7, 5}, dtype), torch::randn({}, dtype), torch::randn({0, 3}, dtype),
@@ -96,13 +96,13 @@ TEST_CASE("one-pass optimizers: LibTorch's results, for all options and shapes")
       CHECK(difference_after(kind, start, 5, some_gradient) < (dtype == at::kDouble ? 1e-12 : 2e-5));
     }
   }
-  // Control: another option gives something else.
+  // Control: another option gives a different result.
   const Parameters start{torch::randn({7, 5}, at::kDouble)};
   Kind mixed{"mixed", kinds[0].theirs, kinds[1].ours};
   CHECK(difference_after(mixed, start, 1, some_gradient) > 1e-4);
 }
 
-TEST_CASE("one-pass optimizers: parameters that have a gradient now and then, each with its own count of steps") {
+TEST_CASE("one-pass optimizers: parameters with occasional gradients have separate counts of steps") {
   const Parameters start{torch::randn({9}, at::kDouble), torch::randn({70}, at::kDouble),
                          torch::randn({3}, at::kDouble)};
   for (auto& kind : kinds) {
@@ -144,7 +144,7 @@ TEST_CASE("one-pass optimizers: gradients of any strides") {
     }
 }
 
-TEST_CASE("one-pass optimizers: parameters of any strides; what lies between their elements stays") {
+TEST_CASE("one-pass optimizers: parameters of any strides; memory between their elements stays unchanged") {
   for (auto& kind : kinds) {
     INFO(kind.name);
     const std::vector<std::function<at::Tensor()>> layouts{
@@ -184,7 +184,7 @@ TEST_CASE("one-pass optimizers: parameters of any strides; what lies between the
   REQUIRE_ERROR("single memory location", adamw.step());
 }
 
-TEST_CASE("one-pass optimizers: groups, options changed on the way, learning rates that a scheduler sets") {
+TEST_CASE("one-pass optimizers: groups, changed options, learning rates that a scheduler sets") {
   auto a = leaves({torch::randn({30}, at::kDouble), torch::randn({20}, at::kDouble)}), b = leaves(a);
   const auto run = [](auto optimizer, const Parameters& p) {
     optimizer.add_param_group(torch::optim::OptimizerParamGroup(
@@ -228,7 +228,7 @@ TEST_CASE("one-pass optimizers: a group's option of the class's default value ta
   ga::optim::Adafactor adafactor(groups(ga::optim::AdafactorOptions(1e-3).relative_step(false)),
                                  ga::optim::AdafactorOptions().warmup_init(true));
   for (auto& parameter : adafactor.param_groups()[0].params()) parameter.mutable_grad() = torch::ones_like(parameter);
-  CHECK_NOTHROW(adafactor.step());  // warmup_init would want relative_step
+  CHECK_NOTHROW(adafactor.step());  // warmup_init would require relative_step
 }
 
 TEST_CASE("one-pass optimizers: 16-bit parameters with float32 state; their gradients may be float32 sums") {
@@ -248,7 +248,7 @@ TEST_CASE("one-pass optimizers: 16-bit parameters with float32 state; their grad
         }
         ours->step();
         reference->step();
-        for (std::size_t i = 0; i < narrow.size(); ++i) {  // each step is right to the last bit that 16 bits have
+        for (std::size_t i = 0; i < narrow.size(); ++i) {  // each step is exact up to the last of 16 bits
           CHECK(torch::allclose(narrow[i].detach().to(at::kFloat), wide[i].detach(), dtype == at::kHalf ? 1e-3 : 8e-3,
                                 dtype == at::kHalf ? 1e-5 : 1e-4));
           wide[i].detach().copy_(narrow[i].detach());
@@ -277,8 +277,7 @@ TEST_CASE("one-pass optimizers: complex parameters are pairs of real ones, as in
   }
 }
 
-TEST_CASE(
-    "one-pass optimizers: step(Gradients) multiplies and clips on the way, and leaves the gradients as they are") {
+TEST_CASE("one-pass optimizers: step(Gradients) multiplies and clips in its pass, and does not change the gradients") {
   for (auto& kind : kinds) {
     INFO(kind.name);
     auto a = leaves({torch::randn({50}, at::kDouble), torch::randn({4, 6}, at::kDouble)}), b = leaves(a);
@@ -303,7 +302,7 @@ TEST_CASE(
   }
 }
 
-TEST_CASE("one-pass optimizers: an overflow moves nothing, the step count included") {
+TEST_CASE("one-pass optimizers: an overflow changes nothing, the step count included") {
   for (auto& kind : kinds)
     for (double bad : {INFINITY, -INFINITY, NAN}) {
       auto p = leaves({torch::ones({40}), torch::ones({5})});
@@ -329,7 +328,7 @@ TEST_CASE("one-pass optimizers: an overflow moves nothing, the step count includ
     }
 }
 
-TEST_CASE("one-pass optimizers: in windows, also behind a reference, they do what LibTorch's do") {
+TEST_CASE("one-pass optimizers: in windows, also behind a reference, they match LibTorch's") {
   const auto batches = make_batches({4, 4, 4, 4, 4, 4, 4});
   for (auto& kind : kinds)
     for (bool weighted : {false, true}) {
@@ -353,7 +352,7 @@ TEST_CASE("one-pass optimizers: in windows, also behind a reference, they do wha
     }
 }
 
-TEST_CASE("one-pass optimizers: float32 sums of bfloat16 gradients arrive unrounded") {
+TEST_CASE("one-pass optimizers: float32 sums of bfloat16 gradients are not rounded") {
   for (bool in_float32 : {true, false}) {
     auto p = torch::zeros({3}, at::kBFloat16).set_requires_grad(true);
     ga::optim::SGD sgd({p}, SGDOptions(3.0));
@@ -389,7 +388,7 @@ TEST_CASE("SGD: sparse gradients") {
     }
 }
 
-TEST_CASE("one-pass optimizers: a parameter that is listed twice is an error, before anything moves") {
+TEST_CASE("one-pass optimizers: a parameter that is listed twice is an error, before any update") {
   auto p = torch::ones({3}).set_requires_grad(true), q = torch::ones({3}).set_requires_grad(true);
   p.mutable_grad() = torch::ones({3});
   q.mutable_grad() = torch::ones({3});
@@ -402,7 +401,7 @@ TEST_CASE("one-pass optimizers: a parameter that is listed twice is an error, be
   CHECK(p.eq(1).all().item<bool>());
 }
 
-TEST_CASE("one-pass optimizers: autograd notices the step") {
+TEST_CASE("one-pass optimizers: autograd detects the step") {
   auto p = torch::ones({3}).set_requires_grad(true);
   auto loss = (p * p).sum();
   p.mutable_grad() = torch::ones({3});
@@ -411,7 +410,7 @@ TEST_CASE("one-pass optimizers: autograd notices the step") {
   REQUIRE_ERROR("modified by an inplace operation", loss.backward());
 }
 
-TEST_CASE("one-pass optimizers: a closure is called with gradients on, and its loss returned") {
+TEST_CASE("one-pass optimizers: a closure is called with gradients enabled, and its loss returned") {
   auto p = torch::ones({3}).set_requires_grad(true);
   ga::optim::AdamW adamw({p}, AdamWOptions(0.1));
   at::NoGradGuard no_grad;
@@ -445,7 +444,7 @@ TEST_CASE("one-pass optimizers: the bits do not depend on the number of threads"
   CHECK(one.equal(three));
 }
 
-TEST_CASE("one-pass optimizers: several threads with an optimizer each") {
+TEST_CASE("one-pass optimizers: several threads can use an optimizer each") {
   std::vector<at::Tensor> results(4);
   std::vector<std::thread> threads;
   for (auto& result : results)
@@ -462,7 +461,7 @@ TEST_CASE("one-pass optimizers: several threads with an optimizer each") {
   for (auto& result : results) CHECK(result.equal(results[0]));
 }
 
-TEST_CASE("one-pass optimizers: LibTorch's files go both ways") {
+TEST_CASE("one-pass optimizers: files can be exchanged with LibTorch's optimizers") {
   for (auto& kind : kinds) {
     INFO(kind.name);
     const Parameters start{torch::randn({9, 4}, at::kDouble), torch::randn({70}, at::kDouble)};
@@ -494,7 +493,7 @@ TEST_CASE("one-pass optimizers: LibTorch's files go both ways") {
   }
 }
 
-TEST_CASE("one-pass optimizers: state goes by the parameters' names, to the bit") {
+TEST_CASE("one-pass optimizers: state is saved by the parameters' names, to the bit") {
   for (auto dtype : {at::kFloat, at::kBFloat16}) {
     const auto batches = make_batches({8, 8, 8, 8}, dtype);
     const auto train = [&](auto& model, torch::optim::Optimizer& optimizer) {
@@ -527,7 +526,7 @@ TEST_CASE("one-pass optimizers: state goes by the parameters' names, to the bit"
   }
 }
 
-TEST_CASE("load_named_state: what does not fit is an error, and nothing has changed") {
+TEST_CASE("load_named_state: incompatible state is an error, and nothing changes") {
   auto model = make_model();
   ga::optim::Adam adam(model->parameters());
   loss_of(model, make_batches({4})[0]).backward();
@@ -557,7 +556,7 @@ TEST_CASE("load_named_state: what does not fit is an error, and nothing has chan
   CHECK(adam.state().empty());
 }
 
-TEST_CASE("one-pass optimizers: loaded state of another shape is an error, not a wild write") {
+TEST_CASE("one-pass optimizers: loaded state of another shape is an error, not a write out of bounds") {
   auto small = leaves({torch::ones({3})}), large = leaves({torch::ones({30000})});
   ga::optim::AdamW saved(small), loading(large);
   small[0].mutable_grad() = torch::ones({3});
@@ -570,7 +569,7 @@ TEST_CASE("one-pass optimizers: loaded state of another shape is an error, not a
   CHECK(large[0].eq(1).all().item<bool>());
 }
 
-TEST_CASE("one-pass optimizers: nothing to do") {
+TEST_CASE("one-pass optimizers: no parameters or gradients") {
   ga::optim::AdamW none((Parameters()));
   none.step();
   auto p = torch::ones({3}).set_requires_grad(true), frozen = torch::ones({3});
@@ -609,7 +608,7 @@ TEST_CASE("one-pass optimizers: wrong options are LibTorch's errors") {
   REQUIRE_ERROR("Nesterov momentum", ga::optim::SGD({p}, SGDOptions(0.1).nesterov(true)));
 }
 
-TEST_CASE("one-pass optimizers on a device do what they do on the CPU", "[cuda]") {
+TEST_CASE("one-pass optimizers on a device match the CPU", "[cuda]") {
   if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
   for (auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf})
     for (auto& kind : kinds) {

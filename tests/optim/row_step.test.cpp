@@ -23,7 +23,7 @@
 #include <string>
 #include <vector>
 
-// A step by sparse gradients is the dense step, to the bit; but its moments are of the rows that were looked up.
+// A step by sparse gradients is bitwise the dense step, but its moments cover only the rows that were looked up.
 
 namespace ga = gradaccum;
 using namespace testing;
@@ -33,9 +33,9 @@ namespace {
 using namespace ga::optim;
 using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(const at::Tensor&)>;
 
-constexpr std::int64_t number = 60;  // of rows
+constexpr std::int64_t number = 60;  // number of rows
 
-/// An embedding that is trained.
+/// A training of an embedding.
 struct Training {
   at::Tensor table;
   std::unique_ptr<torch::optim::Optimizer> wrapped;
@@ -61,7 +61,7 @@ bool same_states(Training& a, Training& b) {
   return same_bits(a.table, b.table);
 }
 
-/// Windows of three micro-batches: sparse, and the same dense. What is done to one is done to the other.
+/// Windows of three micro-batches, sparse and dense, with the same operations.
 struct Twins {
   Training sparse, dense;
   int micro_batch = 0;
@@ -75,7 +75,7 @@ struct Twins {
     const bool is_sparse = &of == &sparse;
     return (ga::embedding(ids, of.table, {.sparse = is_sparse}) * weights).sum();
   }
-  /// More and more rows are looked up, and some no more.
+  /// Looks up more and more rows, and some old ones no more.
   void window(
       const std::function<void(Training&)>& before_step = [](Training&) {}, bool is_tied = false) {
     for (int i = 0; i < 3; ++i, ++micro_batch) {
@@ -127,7 +127,7 @@ std::vector<Named> optimizers() {
           {"AdamW8bit", maker<AdamW8bit>(AdamW8bitOptions(0.01))}};
 }
 
-/// The rows that a tensor of the state has.
+/// Returns the number of rows in the optimizer's state.
 std::int64_t rows_of_state(Training& training) {
   auto& state = *training.wrapped->state().at(training.table.unsafeGetTensorImpl());
   const auto rows = [](const at::Tensor& moments) { return moments.is_sparse() ? moments._values().size(0) : number; };
@@ -139,7 +139,7 @@ std::int64_t rows_of_state(Training& training) {
 
 }  // namespace
 
-TEST_CASE("sparse gradients: every step is the dense one, to the bit") {
+TEST_CASE("sparse gradients: every step is bitwise the dense one") {
   for (auto& [name, make] : optimizers())
     for (auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf})
       for (std::int64_t width : {512, 100}) {
@@ -155,7 +155,7 @@ TEST_CASE("sparse gradients: every step is the dense one, to the bit") {
       }
 }
 
-TEST_CASE("sparse gradients: stochastic rounding draws the numbers of the dense step") {
+TEST_CASE("sparse gradients: stochastic rounding draws the same numbers as the dense step") {
   for (auto& make : {maker<AdamW>(AdamWOptions(0.01), true), maker<AdamW8bit>(AdamW8bitOptions(0.01), true),
                      maker<SGD>(SGDOptions(0.01), true), maker<SGD>(SGDOptions(0.01).momentum(0.5), true)}) {
     Twins twins(make, at::kBFloat16);
@@ -164,7 +164,7 @@ TEST_CASE("sparse gradients: stochastic rounding draws the numbers of the dense 
   }
 }
 
-TEST_CASE("sparse gradients: moments are of the rows that were looked up, and move on without a gradient") {
+TEST_CASE("sparse gradients: moments cover the rows that were looked up, and decay without a gradient") {
   for (auto& [name, make] : optimizers()) {
     CAPTURE(name);
     if (name == "SGD" || name.ends_with(", decay")) continue;
@@ -173,17 +173,17 @@ TEST_CASE("sparse gradients: moments are of the rows that were looked up, and mo
     const auto first = rows_of_state(twins.sparse);
     CHECK(first < number / 4);
     const auto before = twins.sparse.table.detach().clone();
-    twins.micro_batch = 50;  // others
+    twins.micro_batch = 50;  // other rows
     twins.window();
     CHECK(rows_of_state(twins.sparse) > first);
     CHECK(rows_of_state(twins.sparse) < number);
-    if (!name.starts_with("AdamW, eps 0"))  // where the first rows have no gradient, and no decay would show it
+    if (!name.starts_with("AdamW, eps 0"))  // its first rows have no gradient, so a decay would not show
       CHECK_FALSE(same_bits(before[2] * (1 - 0.01 * 0.01), twins.sparse.table[2].detach()));
     CHECK(twins.same());
   }
 }
 
-TEST_CASE("sparse gradients: what moves every row has moments for every row") {
+TEST_CASE("sparse gradients: options that change every row need moments for every row") {
   for (auto& make : {maker<Adam>(AdamOptions(0.01).weight_decay(0.1)),
                      maker<SGD>(SGDOptions(0.01).weight_decay(0.1).momentum(0.9))}) {
     Twins twins(make);
@@ -201,20 +201,20 @@ TEST_CASE("sparse gradients: what moves every row has moments for every row") {
   }
 }
 
-TEST_CASE("sparse gradients: whatever they are multiplied by") {
+TEST_CASE("sparse gradients: any factor of a window") {
   for (auto& [name, make] : optimizers())
     for (auto dtype : {at::kFloat, at::kDouble})
       for (double factor : {1e-30, 0.0, -0.0, -1.0, 1e30, 1e39, 1e300}) {
         CAPTURE(name, dtype, factor);
         Twins twins(make, dtype);
-        twins.both([](Training& of) { of.table.detach()[number - 1].fill_(-0.0); });  // which plus zero is another
+        twins.both([](Training& of) { of.table.detach()[number - 1].fill_(-0.0); });  // adding zero would change it
         for (int i = 0; i < 2; ++i)
           twins.window([&](Training& of) { of.optimizer->gradients().factor().multiply(factor); });
         CHECK(twins.same());
       }
 }
 
-TEST_CASE("sparse gradients: of no row, of a single row, of one number a row, and of rows of matrices") {
+TEST_CASE("sparse gradients: no row, a single row, one number per row, and rows of matrices") {
   using Sizes = std::vector<std::int64_t>;
   for (auto& [name, make] : optimizers())
     for (auto& sizes :
@@ -235,7 +235,7 @@ TEST_CASE("sparse gradients: of no row, of a single row, of one number a row, an
     }
 }
 
-TEST_CASE("sparse gradients: a table that is used otherwise, too, is stepped densely, and by rows again") {
+TEST_CASE("sparse gradients: a table that is also used in another way is stepped densely, and later by rows again") {
   for (auto& [name, make] : optimizers()) {
     CAPTURE(name);
     Twins twins(make);
@@ -244,7 +244,7 @@ TEST_CASE("sparse gradients: a table that is used otherwise, too, is stepped den
   }
 }
 
-TEST_CASE("sparse gradients: states are those of the dense optimizer, saved and loaded") {
+TEST_CASE("sparse gradients: saved states equal the dense optimizer's, and can be loaded by it") {
   for (auto& [name, make] : optimizers()) {
     CAPTURE(name);
     Twins twins(make);
@@ -262,11 +262,11 @@ TEST_CASE("sparse gradients: states are those of the dense optimizer, saved and 
     });
     twins.window();
     CHECK(twins.same());
-    if (name == "AdamW") CHECK(rows_of_state(twins.sparse) < number);  // of a dense state, those that are not zero
+    if (name == "AdamW") CHECK(rows_of_state(twins.sparse) < number);  // the rows of a dense state that are not zero
   }
 }
 
-TEST_CASE("sparse gradients: the momentum that LibTorch's SGD has saved, a sum of sparse ones, is loaded") {
+TEST_CASE("sparse gradients: the momentum of LibTorch's SGD, a sum of sparse tensors, can be loaded") {
   const auto trained = torch::ones({20, 4}).requires_grad_();
   torch::optim::SGD theirs({trained}, SGDOptions(0.1).momentum(0.9));
   for (int i = 0; i < 3; ++i) {
@@ -290,7 +290,7 @@ TEST_CASE("sparse gradients: the momentum that LibTorch's SGD has saved, a sum o
   const auto got = after_a_step(SGD({ours}, SGDOptions(0.1).momentum(0.9)), ours, true);
   CHECK(same_bits(got, after_a_step(SGD({dense}, SGDOptions(0.1).momentum(0.9)), dense, false)));
 
-  const auto expected = copy();  // what LibTorch goes on with
+  const auto expected = copy();  // the momentum from which LibTorch continues
   torch::optim::SGD more({expected}, SGDOptions(0.1).momentum(0.9));
   CHECK(at::allclose(got, after_a_step(more, expected, true), 1e-6));
 }
@@ -319,7 +319,7 @@ TEST_CASE("sparse gradients: with a loss scale, and windows that overflow") {
   }
 }
 
-TEST_CASE("sparse gradients: after a step that ran out of memory, rows that are new have no moments yet") {
+TEST_CASE("sparse gradients: after a step that ran out of memory, new rows have no moments yet") {
   const auto make = [] { return torch::ones({number, 256}).requires_grad_(); };
   const auto look_up = [](const at::Tensor& table, std::int64_t from, std::int64_t to) {
     (ga::embedding(torch::arange(from, to), table, {.sparse = true}) * 0.5).sum().backward();
@@ -354,7 +354,7 @@ TEST_CASE("sparse gradients: after a step that ran out of memory, rows that are 
   }
 }
 
-TEST_CASE("sparse gradients: LibTorch's own sparse embedding, and tables of another form") {
+TEST_CASE("sparse gradients: LibTorch's sparse embedding, and tables of another form") {
   const auto step = [](at::Tensor table, bool sparse) {
     AdamW adamw({table}, AdamWOptions(0.01));
     for (int i = 0; i < 3; ++i) {
@@ -374,7 +374,7 @@ TEST_CASE("sparse gradients: LibTorch's own sparse embedding, and tables of anot
     CHECK(same_bits(step(make().detach().requires_grad_(), true), step(make().detach().requires_grad_(), false)));
 }
 
-TEST_CASE("sparse gradients: neither gradients nor moments of a large table are ever whole") {
+TEST_CASE("sparse gradients: gradients and moments of a large table are never dense") {
   const auto table = torch::ones({20'000, 256}).requires_grad_();
   for (const bool coded : {false, true}) {
     std::unique_ptr<torch::optim::Optimizer> adamw;
@@ -394,7 +394,7 @@ TEST_CASE("sparse gradients: neither gradients nor moments of a large table are 
   }
 }
 
-TEST_CASE("sparse gradients: Adafactor, whose means run over all rows, refuses them") {
+TEST_CASE("sparse gradients: Adafactor, whose means are over all rows, refuses them") {
   const auto table = torch::ones({10, 4}).requires_grad_();
   ga::embedding(torch::tensor({1}), table, {.sparse = true}).sum().backward();
   Adafactor adafactor({table});

@@ -26,14 +26,14 @@ using torch::optim::SGDOptions;
 
 namespace {
 
-// bfloat16 numbers around x are so far apart: 2^-7 above 1, 2^-8 below.
+// The distance of bfloat16 numbers is 2^-7 above 1 and 2^-8 below.
 at::Tensor ones(std::int64_t count) { return leaf(torch::ones({count}, at::kBFloat16)); }
 
 at::Tensor gradient_like(const at::Tensor& parameter, int seed) {
   return torch::randn(parameter.sizes(), at::detail::createCPUGenerator(seed)).to(parameter.scalar_type());
 }
 
-// Steps of SGD by 2^-11, an eighth of the distance to the next number below 1.
+// Makes steps of SGD by 2^-11, an eighth of the distance to the next number below 1.
 at::Tensor after_small_steps(int steps, std::optional<std::uint64_t> seed, std::int64_t count = 1 << 16) {
   const auto parameter = ones(count);
   ga::optim::SGD sgd({parameter}, SGDOptions(std::ldexp(1.0, -11)));
@@ -47,7 +47,7 @@ at::Tensor after_small_steps(int steps, std::optional<std::uint64_t> seed, std::
 
 double mean_of(const at::Tensor& numbers) { return numbers.to(at::kDouble).mean().item<double>(); }
 
-// Large ones, small ones, and several in a group.
+// Makes large and small parameters, several in a group.
 Parameters parameters_of(at::ScalarType dtype) {
   Parameters parameters;
   for (auto size : {5000, 37, 4096, 1})
@@ -92,7 +92,7 @@ at::Tensor run(const Kind& kind, at::ScalarType dtype, std::optional<std::uint64
 
 }  // namespace
 
-TEST_CASE("stochastic rounding: the mean is exact, where the nearest number loses all") {
+TEST_CASE("stochastic rounding: the mean is exact, and rounding to the nearest number loses all steps") {
   CHECK(mean_of(after_small_steps(1, {})) == 1);  // control
   CHECK(mean_of(after_small_steps(50, {})) == 1);
   const double once = std::ldexp(1.0, -11), width = std::ldexp(1.0, -8);
@@ -105,7 +105,7 @@ TEST_CASE("stochastic rounding: the mean is exact, where the nearest number lose
   }
 }
 
-TEST_CASE("stochastic rounding: every number has its own chance, neighbours and steps do not share theirs") {
+TEST_CASE("stochastic rounding: every number is rounded independently, of its neighbors and of other steps") {
   const auto a = after_small_steps(1, 7).ne(1), b = after_small_steps(1, 8).ne(1);
   const auto share = [](const at::Tensor& t) { return t.to(at::kDouble).mean().item<double>(); };
   const double each = 1.0 / 8, n = 1 << 16, deviation = std::sqrt(each * (1 - each) / n);
@@ -133,7 +133,7 @@ TEST_CASE("stochastic rounding: every number has its own chance, neighbours and 
     for (std::size_t j = 0; j < i; ++j) independent(moved[i], moved[j]);
 }
 
-TEST_CASE("stochastic rounding: numbers that bfloat16 has stay, inf and NaN as well") {
+TEST_CASE("stochastic rounding: numbers that bfloat16 can represent stay, inf and NaN as well") {
   const double inf = std::numeric_limits<double>::infinity();
   auto parameter =
       leaf(torch::tensor({0.0, -0.0, 1.0, -2.5, 1e-40, 3.3895e38, inf, -inf, std::nan("")}).to(at::kBFloat16));
@@ -147,7 +147,7 @@ TEST_CASE("stochastic rounding: numbers that bfloat16 has stay, inf and NaN as w
   }
 }
 
-TEST_CASE("stochastic rounding: one seed, the same bits; with any number of threads") {
+TEST_CASE("stochastic rounding: a seed gives the same bits with any number of threads") {
   for (auto& kind : kinds) {
     INFO(kind.name);
     const auto first = run(kind, at::kBFloat16, 5);
@@ -158,7 +158,7 @@ TEST_CASE("stochastic rounding: one seed, the same bits; with any number of thre
     at::set_num_threads(3);
     CHECK(torch::equal(run(kind, at::kBFloat16, 5), first));
     at::set_num_threads(threads);
-    // Near what is rounded to the nearest: 4 steps of at most 1 part in 128 each.
+    // The result is near that of rounding to the nearest number: 4 steps differ by at most 1 part in 128 each.
     const auto nearest = run(kind, at::kBFloat16, {}).to(at::kFloat);
     CHECK(((first.to(at::kFloat) - nearest).abs() <= 0.04 * nearest.abs() + 0.01).all().item<bool>());
   }
@@ -175,7 +175,7 @@ TEST_CASE("stochastic rounding: a step that is refused takes no random numbers")
       if (refused) {
         for (auto& parameter : parameters) parameter.mutable_grad() = gradient_like(parameter, 1);
         last.mutable_grad() = gradient_like(last, 1);
-        last.set_data(torch::zeros({2}, at::kBFloat16));  // which the gradient does not fit
+        last.set_data(torch::zeros({2}, at::kBFloat16));  // a shape that differs from the gradient's
         REQUIRE_ERROR("must have the shape", optimizer->step());
         last.mutable_grad().reset();
       }
@@ -186,7 +186,7 @@ TEST_CASE("stochastic rounding: a step that is refused takes no random numbers")
   }
 }
 
-TEST_CASE("stochastic rounding: parameters of other types are not concerned") {
+TEST_CASE("stochastic rounding: parameters of other types are not affected") {
   for (auto& kind : kinds)
     for (auto dtype : {at::kFloat, at::kHalf}) {
       INFO(kind.name << ", " << dtype);
@@ -203,7 +203,7 @@ TEST_CASE("stochastic rounding: the same random bits for every instruction set")
     inner::SgdOperand operand{
         {1, 0, 0, 1, 1.0, false, true}, q.mutable_data_ptr(), g.const_data_ptr(), nullptr, /*rounding_key=*/99};
     const auto kernel = inner::kernel_of<&inner::Kernels::sgd>(set)(at::kBFloat16, at::kFloat, /*rounded=*/true);
-    kernel(operand, 0, 300);  // in parts: a number's bits depend on its place alone
+    kernel(operand, 0, 300);  // in parts, because a number's bits depend only on its index
     kernel(operand, 300, 700);
     results.push_back(q);
   }
@@ -235,7 +235,7 @@ TEST_CASE("stochastic rounding: after saving and loading, the next steps are the
   }
 }
 
-TEST_CASE("stochastic rounding: the state by name has how often each parameter was rounded") {
+TEST_CASE("stochastic rounding: the named state has the number of roundings per parameter") {
   torch::nn::Linear model(80, 70);
   model->to(at::kBFloat16);
   ga::optim::SGD original(model->parameters(), SGDOptions(0.1)), other(model->parameters(), SGDOptions(0.1));
@@ -274,7 +274,7 @@ TEST_CASE("stochastic rounding: sparse gradients, gaps between elements") {
   CHECK(torch::equal(gaps, dense));
 }
 
-TEST_CASE("stochastic rounding: ATen's operations, for other devices") {
+TEST_CASE("stochastic rounding: ATen's operations for other devices round in the same way") {
   const auto numbers = torch::full({1 << 16}, 1 - std::ldexp(1.0, -11), at::kFloat);
   const auto rounded_by = [](const at::Tensor& all, std::uint64_t key) {
     const auto result = all.clone();

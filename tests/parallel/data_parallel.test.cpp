@@ -43,7 +43,7 @@ struct Outcome {
   ga::Shard shard = ga::Shard::none;
 };
 
-/// One process, or a rank of several.
+/// Trains as one process, or as a rank of several.
 void train(Outcome& outcome, const Data& data, const ga::ProcessGroup& group, ga::FitOptions options,
            std::int64_t steps) {
   ga::data::TensorBatches batches(
@@ -66,12 +66,12 @@ void train(Outcome& outcome, const Data& data, const ga::ProcessGroup& group, ga
 
 }  // namespace
 
-TEST_CASE("DataParallel: ranks are one process, report included") {
+TEST_CASE("DataParallel: ranks train like one process with the same report") {
   const int world_size = GENERATE(2, 4);
   const std::int64_t steps = GENERATE(1, 3);
   const auto tail = GENERATE(ga::Tail::flush, ga::Tail::carry);
   const auto shard = GENERATE(ga::Shard::none, ga::Shard::optimizer, ga::Shard::gradients);
-  if (shard == ga::Shard::gradients && tail == ga::Tail::carry) return;  // refused
+  if (shard == ga::Shard::gradients && tail == ga::Tail::carry) return;  // not allowed together
   const Data data;
   const ga::FitOptions options{.epochs = 3, .tail = tail};
   Outcome one;
@@ -81,7 +81,7 @@ TEST_CASE("DataParallel: ranks are one process, report included") {
   for (auto& rank : ranks) rank.model = make_model(), rank.shard = shard;
   {
     const torch::NoGradGuard no_grad;
-    ranks[1].model->parameters()[0].zero_();  // rank 0's counts
+    ranks[1].model->parameters()[0].zero_();  // replaced by rank 0's
   }
   tests::as_ranks(world_size, [&](const ga::ProcessGroup& group) {
     train(ranks[static_cast<std::size_t>(group.rank())], data, group, options, steps);
@@ -89,7 +89,7 @@ TEST_CASE("DataParallel: ranks are one process, report included") {
   for (auto& rank : ranks) {
     CHECK(torch::equal(flat(rank.model), flat(ranks[0].model)));
     CHECK(rank.report.updates == ranks[0].report.updates);
-    if (tail == ga::Tail::carry) continue;  // windows end elsewhere, then
+    if (tail == ga::Tail::carry) continue;  // windows then end at other batches
     CHECK(rank.report.samples == 3 * 37);
     CHECK(distance(rank.model, one.model) < 1e-11);
     CHECK(rank.report.updates == one.report.updates);
@@ -103,7 +103,7 @@ TEST_CASE("DataParallel: ranks are one process, report included") {
 
 namespace {
 
-/// With buffers, that are each rank's own for an epoch.
+/// A model with buffers, which differ between ranks within an epoch.
 torch::nn::Sequential make_normed_model() {
   torch::manual_seed(1);
   torch::nn::Sequential model(torch::nn::Linear(4, 8), torch::nn::BatchNorm1d(8), torch::nn::Tanh(),
@@ -133,7 +133,7 @@ struct Run {
 
 }  // namespace
 
-TEST_CASE("DataParallel: a saved training goes on to the bit, on all ranks") {
+TEST_CASE("DataParallel: a saved training resumes bitwise on all ranks") {
   const auto shard = GENERATE(ga::Shard::none, ga::Shard::optimizer, ga::Shard::gradients);
   const Data data;
   const Directory directory;
@@ -158,7 +158,7 @@ TEST_CASE("DataParallel: a saved training goes on to the bit, on all ranks") {
     CHECK(std::equal(second[rank].losses.rbegin(), second[rank].losses.rend(), straight[rank].losses.rbegin()));
     CHECK_FALSE(torch::equal(flat(first[rank].model), flat(straight[rank].model)));
   }
-  // Those that do not give a directory are told, on all ranks.
+  // Ranks that pass no directory get an error, on all ranks.
   std::vector<std::string> errors(2);
   tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
     ga::FitOptions options{.epochs = 3};
@@ -168,13 +168,13 @@ TEST_CASE("DataParallel: a saved training goes on to the bit, on all ranks") {
         testing::error_of([&] { some.fit(data, group, directory / "stopped", options, shard); });
   });
   for (auto& error : errors) CHECK(error.find("`resume` must be given on all ranks") != error.npos);
-  // Neither is it resumed by another number of ranks.
+  // Another number of ranks cannot resume it.
   Run alone;
   REQUIRE_ERROR("world_size = 2, but here it is 1", alone.fit(data, ga::ProcessGroup(), directory / "stopped",
                                                               {.epochs = 3, .resume = directory / "stopped"}));
 }
 
-TEST_CASE("DataParallel: what one rank cannot write in the background is told on all ranks") {
+TEST_CASE("DataParallel: an error of one rank's background write is thrown on all ranks") {
   const auto shard = GENERATE(ga::Shard::none, ga::Shard::optimizer);
   const Data data;
   const Directory directory;
@@ -199,7 +199,7 @@ TEST_CASE("DataParallel: what one rank cannot write in the background is told on
 
 namespace {
 
-/// The rows that were trained with, over all ranks, and what is the same on each.
+/// The rows of the training, over all ranks, and the results that all ranks share.
 struct Share {
   torch::nn::Sequential model = make_model();
   std::vector<std::int64_t> rows;
@@ -222,7 +222,7 @@ void fit_share(Share& own, Batches& batches, const ga::ProcessGroup& group, cons
   own.report = trainer.fit(batches, options);
 }
 
-/// Ranks that take turns with the batches of 38 rows or sequences, each of which begins with its number.
+/// Trains ranks that take turns with the batches of 38 rows or sequences, each of which begins with its number.
 std::vector<Share> fit_by(int ranks, const std::string& data, const std::filesystem::path& directory,
                           ga::FitOptions options, std::int64_t steps) {
   std::vector<Share> shares(static_cast<std::size_t>(ranks));
@@ -254,9 +254,9 @@ std::vector<std::int64_t> rows_of(const std::vector<Share>& shares, std::vector<
 
 }  // namespace
 
-TEST_CASE("DataParallel: another number of ranks goes on where all of them were, and ends as one process") {
+TEST_CASE("DataParallel: another number of ranks resumes at the common position and ends like one process") {
   const int before = GENERATE(1, 2, 3), after = GENERATE(1, 2, 3);
-  const std::int64_t stop = GENERATE(2, 4, 5, 7);  // windows of 6 batches: in an epoch, at its end, in the next
+  const std::int64_t stop = GENERATE(2, 4, 5, 7);  // windows of 6 batches: within an epoch, at its end, in the next
   const std::string data = stop == 2 || stop == 7 ? "tensors" : "lengths";
   const Directory directory;
   const auto straight = fit_by(1, data, directory / "straight", {.epochs = 3}, 6);
@@ -271,10 +271,10 @@ TEST_CASE("DataParallel: another number of ranks goes on where all of them were,
   }
 }
 
-TEST_CASE("DataParallel: no row is dropped or seen twice by numbers of ranks that do not divide each other") {
+TEST_CASE("DataParallel: no row is dropped or repeated when old and new numbers of ranks do not divide each other") {
   const int first = GENERATE(1, 2, 3), second = GENERATE(1, 2, 3), third = GENERATE(1, 2, 3);
   if (first == second || second == third) return;
-  const std::int64_t stop = GENERATE(2, 7, 10);  // windows of a batch of each rank
+  const std::int64_t stop = GENERATE(2, 7, 10);  // windows with one batch per rank
   const std::string data = stop == 7 ? "lengths" : "tensors";
   const Directory directory;
   std::vector<std::int64_t> all;
@@ -288,7 +288,7 @@ TEST_CASE("DataParallel: no row is dropped or seen twice by numbers of ranks tha
   CHECK(rows == all);
 }
 
-TEST_CASE("DataParallel: a rank that was not there when a state was saved keeps its own random numbers") {
+TEST_CASE("DataParallel: a rank that is new after a resume keeps its own random numbers") {
   const Directory directory;
   fit_by(2, "tensors", directory / "states", {.updates = 2}, 1);
   std::vector<int> random(3);
@@ -304,7 +304,7 @@ TEST_CASE("DataParallel: a rank that was not there when a state was saved keeps 
   CHECK(random == std::vector{1, 1, 0});
 }
 
-TEST_CASE("DataParallel: another number of ranks is refused where the place of all is not one in the order") {
+TEST_CASE("DataParallel: another number of ranks is refused if the common position is not one in the data order") {
   const Directory directory;
   const auto inputs = torch::arange(24).unsqueeze(1).expand({24, 4}).contiguous();
   const auto targets = torch::zeros({24, 3}, at::kDouble);
@@ -334,7 +334,7 @@ TEST_CASE("DataParallel: another number of ranks is refused where the place of a
       CHECK_THAT(error,
                  Catch::Contains(
                      "TensorBatches: the state was saved in the middle of epoch 0 by 2 rank(s), after 2, 4 batches"));
-    tests::as_ranks(2, [&](auto& group) {  // as many go on, whatever they have taken
+    tests::as_ranks(2, [&](auto& group) {  // the same number of ranks resumes also from uneven positions
       error_of_fit(group, dealt(group, 2), {.updates = 3}, Uneven{.micro_batches = group.rank() + 1});
     });
     CHECK(errors[0] + errors[1] == "");
@@ -376,7 +376,7 @@ TEST_CASE("DataParallel: another number of ranks is refused where the place of a
   }
 }
 
-TEST_CASE("DataParallel: what does not go with gradients that are divided is refused before it trains") {
+TEST_CASE("DataParallel: options that sharded gradients exclude are refused before training") {
   const Data data;
   std::vector<std::string> of_tail(2), of_memory(2);
   tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
@@ -402,7 +402,7 @@ TEST_CASE("DataParallel: what does not go with gradients that are divided is ref
 
 namespace {
 
-/// A policy: does something at an update, or at the end of an epoch, and writes down what it sees.
+/// A policy: calls functions at an update and at the end of an epoch, and records results.
 struct Watch {
   std::function<void(const ga::Step&)> at_window = {};
   std::function<void(std::int64_t)> at_epoch_end = {};
@@ -413,7 +413,7 @@ struct Watch {
   void on_epoch_end(std::int64_t epoch) const { at_epoch_end(epoch); }
 };
 
-/// Ranks with `batches` of their own each, until somebody ends it.
+/// Ranks with separate numbers of batches, until a policy ends the fit.
 struct Ended {
   torch::nn::Sequential model = make_model();
   std::vector<double> items, norms;
@@ -446,7 +446,7 @@ void train_until(Ended& own, const ga::ProcessGroup& group, std::int64_t rows, s
 
 }  // namespace
 
-TEST_CASE("DataParallel: a signal while one rank goes along ends both, with a state") {
+TEST_CASE("DataParallel: a signal while one rank has no batches left ends both and saves a state") {
   const int signalled = GENERATE(0, 1);
   const Directory directory;
   std::vector<Ended> ranks(2);
@@ -467,7 +467,7 @@ TEST_CASE("DataParallel: a signal while one rank goes along ends both, with a st
   CHECK(std::filesystem::exists(directory / "states" / "step-000006"));
 }
 
-TEST_CASE("DataParallel: states by the clock of one rank are those of all, after the same updates") {
+TEST_CASE("DataParallel: time-based saves follow one rank's clock at the same updates on all ranks") {
   const Data data;
   const Directory directory;
   const int timed = GENERATE(0, 1);
@@ -485,11 +485,11 @@ TEST_CASE("DataParallel: states by the clock of one rank are those of all, after
   });
   std::vector<std::int64_t> saved;
   for (auto& state : ga::detail::StateDirectory(directory / "states").finished()) saved.push_back(state.step);
-  CHECK(saved == std::vector<std::int64_t>{2, 4, 6});  // the other hears of it with the window after
+  CHECK(saved == std::vector<std::int64_t>{2, 4, 6});  // the other rank learns it in the next window
   for (auto& rank : ranks) CHECK(rank.report.updates == 6);
 }
 
-TEST_CASE("DataParallel: a directory that rank 0 cannot write to ends all before the first update") {
+TEST_CASE("DataParallel: a directory that rank 0 cannot write ends all ranks before the first update") {
   const Data data;
   std::vector<std::string> errors(2);
   std::vector<int> micro_batches(2);
@@ -513,7 +513,7 @@ TEST_CASE("DataParallel: a directory that rank 0 cannot write to ends all before
   CHECK(micro_batches == std::vector<int>{0, 0});
 }
 
-TEST_CASE("DataParallel: stop at the end of an epoch ends it there; a rank without batches knows the epoch") {
+TEST_CASE("DataParallel: stop at the end of an epoch ends the fit there also on a rank without batches") {
   const Directory directory;
   std::vector<Ended> ranks(2);
   tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
@@ -529,14 +529,14 @@ TEST_CASE("DataParallel: stop at the end of an epoch ends it there; a rank witho
     CHECK(rank.report.updates == 4);
     CHECK(rank.epochs == std::vector<std::int64_t>{0, 0, 1, 1});
   }
-  // after_backward of what fills a window sees the sum over all ranks, or that of this rank where the other goes along.
+  // after_backward of a window's last micro-batch has the sum over all ranks, or this rank's if the other has none.
   REQUIRE(ranks[0].norms.size() == 4);
   REQUIRE(ranks[1].norms.size() == 2);
   CHECK(ranks[0].norms[0] == ranks[1].norms[0]);
   CHECK(ranks[0].norms[2] == ranks[1].norms[1]);
 }
 
-TEST_CASE("DataParallel: an exception in fit on one rank ends the others at once") {
+TEST_CASE("DataParallel: an exception in fit on one rank ends the others immediately") {
   const Directory directory;
   std::vector<Ended> ranks(2);
   std::vector<std::string> errors(2);
@@ -557,7 +557,7 @@ TEST_CASE("DataParallel: an exception in fit on one rank ends the others at once
   CHECK(errors[1] == "out of paper");
 }
 
-TEST_CASE("DataParallel: a state that one rank cannot read is loaded by none") {
+TEST_CASE("DataParallel: a state that one rank cannot read is loaded by no rank") {
   const Data data;
   const Directory directory;
   std::vector<Run> runs(2), again(2);
@@ -581,7 +581,7 @@ TEST_CASE("DataParallel: a state that one rank cannot read is loaded by none") {
   for (auto& error : errors) CHECK(contains(error, "step-000002"));  // the newest intact one
 }
 
-TEST_CASE("DataParallel: stop on one rank ends all after the same window") {
+TEST_CASE("DataParallel: stop on one rank ends all ranks after the same window") {
   const Data data;
   std::vector<Outcome> ranks(3);
   for (auto& rank : ranks) rank.model = make_model();
@@ -600,7 +600,7 @@ TEST_CASE("DataParallel: stop on one rank ends all after the same window") {
     own.report = trainer.fit(batches, {.epochs = 5});
   });
   for (auto& rank : ranks) {
-    CHECK(rank.report.updates == 3);  // the others hear of it with the window after
+    CHECK(rank.report.updates == 3);  // the others learn it in the next window
     CHECK(rank.items == ranks[0].items);
     CHECK(torch::equal(flat(rank.model), flat(ranks[0].model)));
   }

@@ -29,7 +29,7 @@ c10::intrusive_ptr<c10d::TCPStore> tcp_store(std::uint16_t port, bool is_server)
   return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
 }
 
-/// Rank 0 beside the store, and rank 1 at the other end of a link.
+/// Rank 0, which has the store, and rank 1 at the other end of a link.
 struct Two {
   explicit Two(std::chrono::milliseconds delay = {}) : relay(store->getPort(), delay) {}
 
@@ -45,25 +45,25 @@ struct Two {
 
 }  // namespace
 
-TEST_CASE("Heartbeat: a link that is lost without a word is noticed at both ends, and nothing hangs") {
+TEST_CASE("Heartbeat: a link that fails silently is detected at both ends, and nothing hangs") {
   Two two;
   while (!two.both_have_counted(2)) std::this_thread::sleep_for(std::chrono::milliseconds(10));
   two.relay.cut();
-  CHECK_FALSE(two.second.wait(never));  // its thread hangs in a call of the system
+  CHECK_FALSE(two.second.wait(never));  // its thread is blocked in a system call
   CHECK(two.second.explain() == "there" + gone);
   CHECK_FALSE(two.first.wait(never));
   CHECK(two.first.explain() == "rank 1" + gone);
 }
 
-TEST_CASE("Heartbeat: a link that is slow is not lost") {
+TEST_CASE("Heartbeat: a slow link does not count as lost") {
   Two two(std::chrono::milliseconds(250));
-  const auto done = [&] { return two.both_have_counted(8); };  // twice the silence
+  const auto done = [&] { return two.both_have_counted(8); };  // twice the limit of silence
   CHECK(two.second.wait(done));
   CHECK(two.first.wait(done));
   CHECK_FALSE(two.store->check({"failure"}));
 }
 
-TEST_CASE("Heartbeat: a rank that is suspended is named, though no connection ends") {
+TEST_CASE("Heartbeat: a suspended rank is named even though its connections stay open") {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const int suspended = GENERATE(0, 1);
   store->add("heartbeat/" + std::to_string(suspended), 1);
@@ -74,7 +74,7 @@ TEST_CASE("Heartbeat: a rank that is suspended is named, though no connection en
   CHECK(other.explain() == "rank " + std::to_string(suspended) + gone);
 }
 
-TEST_CASE("Heartbeat: a rank that has yet to come, or has left, is not missed") {
+TEST_CASE("Heartbeat: a rank that has not joined yet or has left is not reported") {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   {
     inner::Heartbeat first(store, "here", 0, 3, silence);
@@ -84,7 +84,7 @@ TEST_CASE("Heartbeat: a rank that has yet to come, or has left, is not missed") 
   CHECK_FALSE(store->check({"failure"}));
 }
 
-TEST_CASE("Heartbeat: who was suspended himself takes nobody for silent") {
+TEST_CASE("Heartbeat: a rank that was suspended does not report others as silent") {
   inner::StallDetector others(std::chrono::milliseconds(1500));
   CHECK_FALSE(others.stalled(1));
   std::this_thread::sleep_for(std::chrono::seconds(2));

@@ -14,7 +14,7 @@ using namespace testing;
 
 namespace {
 
-// The gradient of its parameter is NaN for a batch of 0, of which the loss is 0; for others all of it is 1.
+// For a batch of 0 the loss is 0 and the parameter's gradient is NaN; for others all elements of it are 1.
 struct Root : torch::nn::Module {
   at::Tensor first = register_parameter("first", torch::zeros({9000}));
   at::Tensor second = register_parameter("second", torch::zeros({9000}));
@@ -26,7 +26,7 @@ const auto root = [](Root& net, double value) {
 
 }  // namespace
 
-TEST_CASE("DataParallel: a gradient of NaN on one rank is found by all, and no parameter moves") {
+TEST_CASE("DataParallel: a NaN gradient on one rank is found by all, and no parameter changes") {
   const auto shard = GENERATE(ga::Shard::none, ga::Shard::optimizer, ga::Shard::gradients);
   const bool clips = GENERATE(false, true);
   const std::int64_t steps = GENERATE(1, 2);
@@ -35,7 +35,7 @@ TEST_CASE("DataParallel: a gradient of NaN on one rank is found by all, and no p
   std::vector<ga::FitReport> reports(2);
   tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
     const auto rank = static_cast<std::size_t>(group.rank());
-    std::vector<double> batches(6 - rank, 1.0);  // the second rank goes along with the first's last batch
+    std::vector<double> batches(6 - rank, 1.0);  // the second rank has no batch with the first's last one
     if (rank == 1) batches[3] = 0;
     Root net;
     ga::Trainer trainer(net, net.sgd, root, ga::Accumulate{.steps = steps},
@@ -54,7 +54,7 @@ TEST_CASE("DataParallel: a gradient of NaN on one rank is found by all, and no p
   for (std::size_t rank = 0; rank < 2; ++rank) {
     CAPTURE(rank, shard, steps);
     CHECK(moved[rank] == windows - 1);
-    CHECK(spread[rank] == 0);  // nor is any of it NaN
+    CHECK(spread[rank] == 0);  // and nothing is NaN
     CHECK((reports[rank].skipped == 1 && reports[rank].updates == static_cast<std::int64_t>(windows) - 1));
     CHECK(reports[rank].nan_batches == steps);
     CHECK(contains(reports[rank].first_nan, "batch 3 of epoch 0"));

@@ -56,7 +56,7 @@ std::map<std::string, bool> blocked_by_thread() {
 
 }  // namespace
 
-TEST_CASE("ProcessGroup: reads what launchers set") {
+TEST_CASE("ProcessGroup: reads the environment variables of launchers") {
   CHECK(read({}).world_size == 1);
   const auto torchrun = read({{"RANK", "3"},
                               {"WORLD_SIZE", "4"},
@@ -65,7 +65,7 @@ TEST_CASE("ProcessGroup: reads what launchers set") {
                               {"MASTER_PORT", "29500"},
                               {"TORCHELASTIC_USE_AGENT_STORE", "True"},
                               {"TORCHELASTIC_RESTART_COUNT", "2"},
-                              {"SLURM_PROCID", "0"},  // torchrun inside of a step
+                              {"SLURM_PROCID", "0"},  // torchrun inside of a srun step
                               {"SLURM_STEP_NUM_TASKS", "2"}});
   CHECK(torchrun.rank == 3);
   CHECK(torchrun.world_size == 4);
@@ -78,7 +78,7 @@ TEST_CASE("ProcessGroup: reads what launchers set") {
   const auto kubeflow =
       read({{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "job-master-0"}, {"MASTER_PORT", "23456"}});
   CHECK(kubeflow.rank == 1);
-  CHECK(kubeflow.local_rank == -1);  // host names tell
+  CHECK(kubeflow.local_rank == -1);  // derived from host names
   CHECK_FALSE(kubeflow.launcher_has_store);
 
   std::map<std::string, std::string> slurm{{"SLURM_PROCID", "5"},
@@ -96,7 +96,7 @@ TEST_CASE("ProcessGroup: reads what launchers set") {
   CHECK(read(slurm).address == "alpha");
   slurm["MASTER_PORT"] = "4000";
   CHECK(read(slurm).port == 4000);
-  slurm.erase("SLURM_STEP_NUM_TASKS");  // a batch script, that srun has not started
+  slurm.erase("SLURM_STEP_NUM_TASKS");  // a batch script, not started by srun
   CHECK(read(slurm).world_size == 1);
   CHECK(read({{"OMPI_COMM_WORLD_RANK", "1"},
               {"OMPI_COMM_WORLD_SIZE", "2"},
@@ -106,7 +106,7 @@ TEST_CASE("ProcessGroup: reads what launchers set") {
             .rank == 1);
 }
 
-TEST_CASE("ProcessGroup: reads the variables of each launcher, the innermost where one starts another") {
+TEST_CASE("ProcessGroup: reads the variables of each launcher, and of nested ones the innermost") {
   struct Launcher {
     std::string name, rank, world_size, local_rank;
   };
@@ -136,7 +136,7 @@ TEST_CASE("ProcessGroup: reads the variables of each launcher, the innermost whe
   variables.erase("MASTER_ADDR");
   if (launcher.name == "srun")
     CHECK(read(variables).address == "b");
-  else  // the step may be of daemons, whose nodes are others on each of them
+  else  // the step may consist of daemons with other nodes
     REQUIRE_ERROR("must set MASTER_ADDR", read(variables));
   if (launcher.name == "srun") return;
   std::map<std::string, std::string> half{{launcher.rank, "0"}};
@@ -145,7 +145,7 @@ TEST_CASE("ProcessGroup: reads the variables of each launcher, the innermost whe
   REQUIRE_ERROR("the environment has " + launcher.world_size + " without ", read(half));
 }
 
-TEST_CASE("ProcessGroup: a step of srun is one, though its PMI has set its variables, too") {
+TEST_CASE("ProcessGroup: a srun step is recognized even if its PMI sets variables, too") {
   CHECK(read({{"SLURM_PROCID", "5"},
               {"SLURM_STEP_NUM_TASKS", "8"},
               {"PMI_RANK", "5"},
@@ -155,7 +155,7 @@ TEST_CASE("ProcessGroup: a step of srun is one, though its PMI has set its varia
             .address == "b");
 }
 
-TEST_CASE("ProcessGroup: local ranks by host names, each with a device") {
+TEST_CASE("ProcessGroup: local ranks follow from host names and select devices") {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<int> local;
   for (auto* const host : {"a", "b", "a", "a", "b"}) {
@@ -172,7 +172,7 @@ TEST_CASE("ProcessGroup: local ranks by host names, each with a device") {
                 inner::device_index(1, 1));
 }
 
-TEST_CASE("ProcessGroup: a machine whose name leads to a loopback address takes the interface to other ranks") {
+TEST_CASE("ProcessGroup: a host name that resolves to a loopback address is replaced by the interface to other ranks") {
   CHECK(inner::address_towards("127.0.0.1") == "127.0.0.1");
   CHECK(inner::address_towards("127.0.1.1").starts_with("127.0."));
   const auto store = c10::make_intrusive<c10d::HashStore>();
@@ -180,8 +180,8 @@ TEST_CASE("ProcessGroup: a machine whose name leads to a loopback address takes 
     store->set("address/" + std::to_string(rank), std::vector<std::uint8_t>(address.begin(), address.end()));
   };
   publish(1, "127.0.0.1");
-  CHECK(inner::reachable_address(*store, "127.0.1.1", "127.0.1.1", 0, 2) == "127.0.0.1");  // all on one machine
-  const std::string elsewhere = "198.51.100.7";                                            // of documentation
+  CHECK(inner::reachable_address(*store, "127.0.1.1", "127.0.1.1", 0, 2) == "127.0.0.1");  // all ranks on one machine
+  const std::string elsewhere = "198.51.100.7";                                            // reserved for documentation
   const auto own = inner::address_towards(elsewhere);
   publish(1, elsewhere);
   if (own.empty()) {
@@ -191,10 +191,10 @@ TEST_CASE("ProcessGroup: a machine whose name leads to a loopback address takes 
   }
   CHECK(inner::reachable_address(*store, "127.0.1.1", "127.0.1.1", 0, 2) == own);  // on rank 0's machine
   CHECK(inner::reachable_address(*store, "127.0.1.1", elsewhere, 2, 3) == own);    // on another
-  CHECK(inner::reachable_address(*store, own, "127.0.1.1", 0, 2) == own);          // the name leads to it
+  CHECK(inner::reachable_address(*store, own, "127.0.1.1", 0, 2) == own);          // the name resolves to it
 }
 
-TEST_CASE("ProcessGroup: an environment that does not fit is refused by name") {
+TEST_CASE("ProcessGroup: a contradictory environment is refused with the variable's name") {
   std::map<std::string, std::string> good{
       {"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "a"}, {"MASTER_PORT", "1234"}};
   CHECK(read(good).rank == 1);
@@ -228,7 +228,7 @@ TEST_CASE("ProcessGroup: an environment that does not fit is refused by name") {
                 ga::ProcessGroup(c10::make_intrusive<c10d::HashStore>(), 0, 65537));
 }
 
-TEST_CASE("ProcessGroup: an address without a rank is refused, as of a launcher that is not known") {
+TEST_CASE("ProcessGroup: an address without a rank is refused as from an unknown launcher") {
   const auto unknown = GENERATE(std::map<std::string, std::string>{{"MASTER_ADDR", "a"}, {"MASTER_PORT", "1"}},
                                 std::map<std::string, std::string>{{"MASTER_ADDR", "a"}},
                                 std::map<std::string, std::string>{{"MASTER_ADDR", "a"}, {"SLURM_PROCID", "0"}});
@@ -300,13 +300,13 @@ TEST_CASE("ProcessGroup: a store on a loopback address is not open to other mach
   const auto port = BoundSocket().port;
   const auto environment = of_two(0, is_loopback ? host : "0.0.0.0", port);
   const auto first = inner::open_store(environment, "rank 0", std::chrono::seconds(60));
-  const auto second = inner::open_store(environment, "rank 0", std::chrono::seconds(60));  // of a second group
+  const auto second = inner::open_store(environment, "rank 0", std::chrono::seconds(60));  // for a second group
   first->set("key", std::string("value"));
   CHECK(second->get_to_str({"key"}) == "value");
   CHECK(answers(INADDR_LOOPBACK + 1, port) != is_loopback);  // 127.0.0.2, on which nothing else listens
 }
 
-TEST_CASE("ProcessGroup: a port that another program uses is named") {
+TEST_CASE("ProcessGroup: a port in use by another program is named") {
   const auto host = GENERATE(as<std::string>{}, "127.0.0.1", "0.0.0.0");
   const BoundSocket other;
   tests::Socket::require(::listen(other.socket.descriptor(), 1));
@@ -316,7 +316,7 @@ TEST_CASE("ProcessGroup: a port that another program uses is named") {
                      ", which another program uses; set another MASTER_PORT");
 }
 
-TEST_CASE("ProcessGroup: a rank that waits for the store says so, and goes on when it is there") {
+TEST_CASE("ProcessGroup: a rank that waits for the store prints it, and connects when the store exists") {
   const auto port = BoundSocket().port;
   c10::intrusive_ptr<c10d::Store> store;
   AtWarning warning([&] { store = inner::open_store(of_two(0, "127.0.0.1", port), "", std::chrono::seconds(60)); });
@@ -328,7 +328,7 @@ TEST_CASE("ProcessGroup: a rank that waits for the store says so, and goes on wh
                           "started or has ended, MASTER_ADDR does not lead to it, or another program has its port"));
 }
 
-TEST_CASE("ProcessGroup: an address that leads nowhere is an error in the end") {
+TEST_CASE("ProcessGroup: an unreachable address is an error after the timeout") {
   const auto port = BoundSocket().port;
   for (const int rank : {0, 1})
     REQUIRE_ERROR(
@@ -336,7 +336,7 @@ TEST_CASE("ProcessGroup: an address that leads nowhere is an error in the end") 
         inner::open_store(of_two(rank, "no-such-host.invalid", port), "rank 0", std::chrono::milliseconds(1000)));
 }
 
-TEST_CASE("ProcessGroup: where no thread can be started, the error says so") {
+TEST_CASE("ProcessGroup: failure to start a thread is an error that says so") {
   const std::string text = "ProcessGroup: must start a thread, but the system has none left (";
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const auto environment = of_two(0, "127.0.0.1", BoundSocket().port);
@@ -393,7 +393,7 @@ TEST_CASE("ProcessGroup: sums, broadcasts, gathers, of any layout and dtype") {
   });
 }
 
-TEST_CASE("ProcessGroup: NCCL where each rank has a device of its own") {
+TEST_CASE("ProcessGroup: NCCL is used if each rank has its own device") {
   CHECK(ga::detail::each_has_its_own({"a/0", "a/1", "b/0"}));
   CHECK_FALSE(ga::detail::each_has_its_own({"a/0", "a/1", "a/0"}));
   CHECK_FALSE(ga::detail::each_has_its_own({"a/0", "", "b/0"}));
@@ -402,12 +402,12 @@ TEST_CASE("ProcessGroup: NCCL where each rank has a device of its own") {
   CHECK(ga::detail::device_name({torch::ones({2})}).empty());
 }
 
-TEST_CASE("ProcessGroup: tensors of a device", "[cuda]") {
+TEST_CASE("ProcessGroup: collectives accept tensors of a device", "[cuda]") {
   if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
   tests::as_ranks(2, [](const ga::ProcessGroup& group) { check_exchanges(group, torch::Device("cuda:0")); });
 }
 
-TEST_CASE("ProcessGroup: values come out of the pack as they went in") {
+TEST_CASE("ProcessGroup: packed values are unpacked unchanged") {
   ga::Archive::Values values{{"flag", true},
                              {"whole", std::int64_t{-7}},
                              {"real", std::numeric_limits<double>::infinity()},
@@ -420,7 +420,7 @@ TEST_CASE("ProcessGroup: values come out of the pack as they went in") {
   CHECK(std::get<double>(other.at("real")) == std::numeric_limits<double>::infinity());
   CHECK(std::get<std::string>(other.at("text")) == std::string("a\0\nb", 4));
   CHECK_FALSE(std::get<at::Tensor>(other.at("none")).defined());
-  CHECK_THROWS(inner::pack({{"tensor", torch::ones({2})}}));  // each rank writes its own
+  CHECK_THROWS(inner::pack({{"tensor", torch::ones({2})}}));  // tensors are written per rank
   for (std::size_t cut = 1; cut < bytes.size(); ++cut) {
     try {
       static_cast<void>(inner::unpack(bytes.substr(0, cut)));
@@ -429,12 +429,12 @@ TEST_CASE("ProcessGroup: values come out of the pack as they went in") {
   }
 }
 
-TEST_CASE("ProcessGroup: a rank that is silent is named, and others hear of it") {
+TEST_CASE("ProcessGroup: a silent rank is named to all others") {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   {
     inner::Heartbeat first(store, "here", 0, 4), second(store, "here", 1, 4), third(store, "here", 2, 4);
     CHECK(first.explain() == "rank 3 has ended or hangs");
-    CHECK_FALSE(third.wait([] { return false; }));  // it comes back, though nobody asked
+    CHECK_FALSE(third.wait([] { return false; }));  // returns without a signal
     CHECK(third.explain() == "rank 3 has ended or hangs");
   }
   const auto other = c10::make_intrusive<c10d::HashStore>();
@@ -442,7 +442,7 @@ TEST_CASE("ProcessGroup: a rank that is silent is named, and others hear of it")
   CHECK(second.explain() == "ranks 2, 3 have ended or hang");
 }
 
-TEST_CASE("ProcessGroup: where NCCL cannot be made on one rank, the others hear of it at once") {
+TEST_CASE("ProcessGroup: an NCCL failure on one rank is reported to the others immediately") {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::string> errors(2);
   std::vector<std::thread> threads;
@@ -459,7 +459,7 @@ TEST_CASE("ProcessGroup: where NCCL cannot be made on one rank, the others hear 
   CHECK(testing::contains(errors[0], "rank 1 has given up: " + errors[1].substr(0, 20)));
 }
 
-TEST_CASE("ProcessGroup: who gives up says why to the others") {
+TEST_CASE("ProcessGroup: a rank that gives up tells the others the reason") {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   inner::Heartbeat first(store, "here", 0, 2), second(store, "here", 1, 2);
   second.announce("rank 1 has given up: of a test");
@@ -467,7 +467,7 @@ TEST_CASE("ProcessGroup: who gives up says why to the others") {
   CHECK(first.explain() == "rank 1 has given up: of a test");
 }
 
-TEST_CASE("ProcessGroup: one that ends at once leaves the others connected") {
+TEST_CASE("ProcessGroup: a rank that ends immediately does not prevent the others from connecting") {
   for (int attempt = 0; attempt < 20; ++attempt) {
     std::vector<int> connected(3);
     tests::as_ranks(3, [&](const ga::ProcessGroup& group) { ++connected[static_cast<std::size_t>(group.rank())]; });
@@ -475,7 +475,7 @@ TEST_CASE("ProcessGroup: one that ends at once leaves the others connected") {
   }
 }
 
-TEST_CASE("ProcessGroup: a connection that another process has closed does not end this one by SIGPIPE") {
+TEST_CASE("ProcessGroup: a connection closed by another process does not raise SIGPIPE here") {
   const auto before = blocked_by_thread();
   std::map<std::string, bool> own;
   tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
@@ -489,16 +489,16 @@ TEST_CASE("ProcessGroup: a connection that another process has closed does not e
     open += !before.contains(thread) && !blocked;
   }
   CHECK(started > 2);
-  CHECK(open == 2);  // the two in which the test runs, whose mask is as it was
+  CHECK(open == 2);  // the test's two threads, whose mask is unchanged
 }
 
-TEST_CASE("ProcessGroup: a rank that never comes is named") {
+TEST_CASE("ProcessGroup: a rank that never joins is named") {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const auto error = testing::error_of([&] { ga::ProcessGroup(store, 0, 2, {.timeout = std::chrono::seconds(1)}); });
   CHECK(testing::contains(error, "rank 1 has ended or hangs (rank 0 of 2 waited for all ranks to start)"));
 }
 
-TEST_CASE("ProcessGroup: rank 0 says for whom it waits") {
+TEST_CASE("ProcessGroup: rank 0 prints the ranks that it waits for") {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const auto connect = [&](int rank, std::chrono::milliseconds patience) {
     inner::Connections(store, "127.0.0.1", "its place", rank, 2, std::chrono::seconds(60), patience);
@@ -511,7 +511,7 @@ TEST_CASE("ProcessGroup: rank 0 says for whom it waits") {
   CHECK(testing::contains(warning.text, "rank 0 waits for all ranks to start: after 0.05 s 1 of 2 have; it gives up"));
 }
 
-TEST_CASE("ProcessGroup: a rank that fails while it connects tells the others, who wait no longer") {
+TEST_CASE("ProcessGroup: a rank that fails to connect ends the others' wait") {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   store->add("to start", 1);  // rank 0, in place of a process
   ::setenv("GLOO_SOCKET_IFNAME", "no-such-card", 1);
@@ -529,10 +529,10 @@ TEST_CASE("ProcessGroup: a rank that fails while it connects tells the others, w
                 ga::ProcessGroup(store, 0, 2, {.timeout = std::chrono::hours(1)}));
 }
 
-TEST_CASE("ProcessGroup: a rank that fails ends the wait of the others, who then exchange nothing more") {
+TEST_CASE("ProcessGroup: a failing rank ends the others' wait, and they stop communicating") {
   std::vector<std::string> errors(3);
   tests::as_ranks(3, [&](const ga::ProcessGroup& group) {
-    if (group.rank() == 1) return;  // it ends, and its connections with it
+    if (group.rank() == 1) return;  // closes its connections
     for (int attempt = 0; attempt < 2; ++attempt) {
       try {
         group.barrier();

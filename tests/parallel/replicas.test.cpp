@@ -26,7 +26,7 @@ using namespace testing;
 
 namespace {
 
-/// Models and optimizers for each rank, made before the threads begin: random numbers are everybody's.
+/// Models and optimizers for each rank, made before the threads begin, because they share random numbers.
 struct Rank {
   torch::nn::Sequential model = make_model();
   std::unique_ptr<torch::optim::Adam> adam;
@@ -57,7 +57,7 @@ std::vector<Rank> make_ranks(std::size_t number, std::int64_t steps) {
   return ranks;
 }
 
-/// The i-th batch is of rank i % ranks; each goes through its own, and along with others where it has less.
+/// Rank i % ranks trains on the i-th batch; a rank with fewer batches takes part in the others' windows.
 void train(std::vector<Rank>& ranks, const std::vector<Example>& batches, ga::ReplicasOptions options) {
   tests::as_ranks(static_cast<int>(ranks.size()), [&](const ga::ProcessGroup& group) {
     const auto number = static_cast<std::size_t>(group.rank());
@@ -75,7 +75,7 @@ void train(std::vector<Rank>& ranks, const std::vector<Example>& batches, ga::Re
 
 }  // namespace
 
-TEST_CASE("Replicas: any number of ranks is one process, whatever they have to do") {
+TEST_CASE("Replicas: any number of ranks trains like one process, also with uneven batches") {
   const std::size_t number = GENERATE(2, 4);
   const std::int64_t steps = GENERATE(1, 3);
   const bool overlap = GENERATE(true, false);
@@ -96,7 +96,7 @@ TEST_CASE("Replicas: any number of ranks is one process, whatever they have to d
       CHECK(torch::equal(flat(rank.model), flat(ranks[0].model)));
       CHECK(rank.optimizer->updates() == one.optimizer->updates());
     }
-    // The mean of means is another.
+    // The mean of means differs.
     Rank other(steps * static_cast<std::int64_t>(number));
     for (auto& batch : batches) {
       other.optimizer->backward(loss_of(other.model, batch));
@@ -108,20 +108,20 @@ TEST_CASE("Replicas: any number of ranks is one process, whatever they have to d
   }
 }
 
-TEST_CASE("Replicas: buckets are sent in the order in which backward completes them") {
+TEST_CASE("Replicas: buckets are sent in the order of their completion in backward") {
   std::vector<at::Tensor> parameters;  // of four layers with a bias
   for (int layer = 0; layer < 4; ++layer)
     for (auto size : {std::int64_t{1} << 18, std::int64_t{1000}})
       parameters.push_back(torch::zeros({size}).requires_grad_());
   std::vector<std::vector<std::size_t>> places;
   for (auto& bucket : ga::detail::buckets_of(parameters, {}, std::int64_t{25} << 20)) places.push_back(bucket.indices);
-  // The biases wait for the first layer's: no weight waits for them, but the first, which comes after.
+  // The first bias shares a bucket with all others, so no weight is sent after them, except the first.
   CHECK(places == std::vector<std::vector<std::size_t>>{{6}, {4}, {2}, {7, 5, 3, 1}, {0}});
 }
 
 namespace {
 
-/// Both ranks do `body(rank)` with a model and an accumulator of their own.
+/// Runs `body(rank)` on both ranks with separate models and accumulators.
 template <class Body>
 void with_two(std::int64_t steps, const Body& body, ga::ReplicasOptions options = {.seed_by_rank = false}) {
   auto ranks = make_ranks(2, steps);
@@ -136,7 +136,7 @@ void with_two(std::int64_t steps, const Body& body, ga::ReplicasOptions options 
 }  // namespace
 
 TEST_CASE(
-    "Replicas: a parameter that a rank did not use gets the gradients of the others; one that nobody used, none") {
+    "Replicas: a parameter that one rank did not use gets the others' gradients; one that no rank used gets none") {
   struct Two : torch::nn::Module {
     torch::nn::Linear first{4, 3}, second{4, 3}, third{4, 3};
     Two() {
@@ -173,11 +173,11 @@ TEST_CASE(
   for (auto& model : models)
     for (std::size_t i = 0; i < 6; ++i) {
       CHECK(distance(model->parameters()[i].detach(), one->parameters()[i].detach()) < 1e-12);
-      CHECK(model->parameters()[i].grad().defined() == (i < 4));  // no decay of what nobody used, then
+      CHECK(model->parameters()[i].grad().defined() == (i < 4));  // unused parameters do not decay
     }
 }
 
-TEST_CASE("Replicas: an overflow on one rank is one on all, and nothing moves") {
+TEST_CASE("Replicas: an overflow on one rank counts on all, and no parameter changes") {
   std::vector<double> scales(2);
   with_two(2, [&](Rank& rank, ga::Replicas& replicas) {
     const auto number = replicas.group().rank();
@@ -201,7 +201,7 @@ TEST_CASE("Replicas: an overflow on one rank is one on all, and nothing moves") 
     TORCH_CHECK(!torch::equal(flat(rank.model), before));
     TORCH_CHECK(scaler.get_scale() == 512);
     scales[static_cast<std::size_t>(number)] = scaler.get_scale();
-    // One of them goes along with the other, scaler and all.
+    // One rank takes part without a batch, its scaler included.
     if (number == 0) {
       window(false);
     }
@@ -210,7 +210,7 @@ TEST_CASE("Replicas: an overflow on one rank is one on all, and nothing moves") 
       try {
         replicas.others_continue();
       } catch (const c10::Error&) {
-        refused = true;  // it has just said so
+        refused = true;  // the error came before
       }
       TORCH_CHECK(refused && number == 1);
       TORCH_CHECK(scaler.step(*rank.optimizer));
@@ -250,7 +250,7 @@ TEST_CASE("Replicas: sums in float32 of 16-bit gradients, frozen, shared, empty 
     }
     replicas.check_equal();
   });
-  // (1 · (1 + 2) + 3 · (2 + 4)) / 16 over 2 · 1 + 2 · 3 items
+  // (1 · (1 + 2) + 3 · (2 + 4)) / 16 divided by 2 · 1 + 2 · 3 items
   const double slope = (3.0 + 18.0) / 16 / 8;
   for (auto& model : models) {
     CHECK(model->wide[0][0].item<double>() == Approx(0.5 - slope).epsilon(4e-3));
@@ -260,7 +260,7 @@ TEST_CASE("Replicas: sums in float32 of 16-bit gradients, frozen, shared, empty 
   }
 }
 
-TEST_CASE("Replicas: sparse gradients become dense ones, of the same sum") {
+TEST_CASE("Replicas: sparse gradients become dense ones with the same sum") {
   std::vector<torch::nn::Embedding> tables;
   for (int i = 0; i < 3; ++i) {
     torch::manual_seed(2);
@@ -287,7 +287,7 @@ TEST_CASE("Replicas: sparse gradients become dense ones, of the same sum") {
   CHECK(torch::equal(tables[0]->weight, tables[1]->weight));
 }
 
-TEST_CASE("Replicas: what is not the same on all ranks is refused by name") {
+TEST_CASE("Replicas: differences between ranks are refused by name") {
   std::vector<std::string> errors(2);
   tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
     torch::nn::Sequential model(torch::nn::Linear(4, group.rank() == 0 ? 8 : 9));
@@ -336,7 +336,7 @@ TEST_CASE("Replicas: what is not the same on all ranks is refused by name") {
   for (auto& error : errors) CHECK(testing::contains(error, "rank 0 has '2.weight: Double [3, 8] #"));
 }
 
-TEST_CASE("Replicas: sums of float16 gradients by tokens do not overflow on their way") {
+TEST_CASE("Replicas: token-weighted sums of float16 gradients do not overflow in between") {
   std::vector<torch::nn::Linear> models;
   for (int i = 0; i < 2; ++i) models.emplace_back(torch::nn::LinearOptions(1, 1).bias(false));
   tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
@@ -353,7 +353,7 @@ TEST_CASE("Replicas: sums of float16 gradients by tokens do not overflow on thei
   CHECK(torch::equal(models[0]->weight, models[1]->weight));
 }
 
-TEST_CASE("Replicas: two accumulators of one group close their windows one after the other") {
+TEST_CASE("Replicas: two accumulators of one group close their windows in turn") {
   std::vector<std::string> errors(2);
   std::vector<std::vector<Rank>> ranks;
   for (int i = 0; i < 2; ++i) ranks.push_back(make_ranks(2, 1));
@@ -377,7 +377,7 @@ TEST_CASE("Replicas: two accumulators of one group close their windows one after
   for (auto& error : errors) CHECK(testing::contains(error, "another accumulator with the same ProcessGroup"));
 }
 
-TEST_CASE("Replicas: buffers of any dtype, and frozen parameters") {
+TEST_CASE("Replicas: synchronizes buffers of any dtype and frozen parameters") {
   struct Buffers : torch::nn::Module {
     at::Tensor flag, half, complex, scalar;
     explicit Buffers(double value) {
@@ -410,7 +410,7 @@ TEST_CASE("Replicas: buffers of any dtype, and frozen parameters") {
     CHECK(testing::contains(error, "rank 0 has 'weight: Float [2]', and rank 1 has 'weight: Float [2] frozen'"));
 }
 
-TEST_CASE("Replicas: an accumulator that has lost them does not train on by itself") {
+TEST_CASE("Replicas: an accumulator whose Replicas are destroyed does not continue alone") {
   auto ranks = make_ranks(2, 1);
   tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
     auto& rank = ranks[static_cast<std::size_t>(group.rank())];
@@ -427,7 +427,7 @@ TEST_CASE("Replicas: an accumulator that has lost them does not train on by itse
   }());
 }
 
-TEST_CASE("Replicas: an exception in a backward that has sent gradients ends the others as well") {
+TEST_CASE("Replicas: an exception in a backward that has sent gradients also ends the other ranks") {
   struct Bad : torch::autograd::Function<Bad> {
     static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) { return x.clone(); }
     static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
@@ -456,7 +456,7 @@ TEST_CASE("Replicas: an exception in a backward that has sent gradients ends the
 
 namespace {
 
-/// Windows of 2 x `steps`, by two ranks on these devices, against one process on the CPU.
+/// Trains windows of 2 x `steps` by two ranks on these devices, and compares with one process on the CPU.
 void check_devices(const std::vector<at::Device>& devices) {
   const std::int64_t steps = GENERATE(3, 4, 10);  // with 4, one rank's first window is full, and the other's is not
   const auto batches = make_batches({2, 5, 1, 4, 7, 3, 6});
@@ -481,7 +481,7 @@ TEST_CASE("Replicas: two ranks that share a device, by Gloo", "[cuda]") {
   check_devices({torch::Device("cuda:0"), torch::Device("cuda:0")});
 }
 
-TEST_CASE("Replicas: two ranks with a device each, by NCCL where it was found", "[cuda]") {
+TEST_CASE("Replicas: two ranks with a device each, by NCCL if available", "[cuda]") {
   if (torch::cuda::device_count() < 2) SKIP("needs two CUDA devices");
   check_devices({torch::Device("cuda:0"), torch::Device("cuda:1")});
 }

@@ -42,8 +42,7 @@ using namespace testing;
 
 namespace {
 
-/// Parameters that are cut among four ranks, with an odd end; that are too small for that; that do not lie in one row;
-/// one that is frozen; and one that nobody uses.
+/// Parameters that are cut among four ranks with an odd end, too small to cut, not contiguous, frozen, and unused.
 struct NetImpl : torch::nn::Module {
   NetImpl() {
     static std::mutex one_draws;
@@ -64,7 +63,7 @@ struct NetImpl : torch::nn::Module {
   at::Tensor picture, scalar, frozen, unused;
 };
 TORCH_MODULE(Net);
-constexpr int bytes_of_wide = 30 * 701 * 4;  // in a bucket of that size its weight's gradient goes alone
+constexpr int bytes_of_wide = 30 * 701 * 4;  // a bucket of this size holds only its weight's gradient
 
 using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<at::Tensor>)>;
 
@@ -108,7 +107,7 @@ std::vector<Kind> kinds() {
   };
 }
 
-/// One with each form of state.
+/// Returns one optimizer for each form of state.
 std::vector<Kind> kinds_of_state() {
   auto all = kinds();
   std::erase_if(all, [](auto& kind) {
@@ -118,10 +117,10 @@ std::vector<Kind> kinds_of_state() {
   return all;
 }
 
-/// Under sanitizers, where they take four times as long, fewer.
+/// Returns fewer optimizers under sanitizers, where they take four times as long.
 std::vector<Kind> kinds_to_test() { return testing::sanitized ? kinds_of_state() : kinds(); }
 
-/// What one rank has, and what it does in a window of its own length.
+/// A rank's training, with the number of micro-batches in its windows.
 struct Rank {
   Net model;
   std::unique_ptr<torch::optim::Optimizer> itself;
@@ -155,15 +154,15 @@ struct Rank {
     close(clips);
   }
 
-  /// Uneven weights; the second window of rank 1 overflows.
+  /// Uses uneven weights; the second window of rank 1 overflows.
   void train(int rank, std::int64_t windows) {
     for (std::int64_t i = 0; i < 2 * windows; ++i)
       micro_batch(1 + (i + rank) % 3, 0.1 + 0.01 * static_cast<double>(i) + rank,
                   rank == 1 && i == 3 ? std::numeric_limits<double>::infinity() : 1);
   }
 
-  /// The same, but a window has the gradients of one rank's first micro-batch and another's second, and zeros of all
-  /// else: in whatever order they are added, the sum has the same bits.
+  /// Uses gradients of one rank's first micro-batch and another's second, and zeros elsewhere: the sum has the same
+  /// bits in any order.
   void train_to_the_bit(int rank, int world_size, std::int64_t windows) {
     for (std::int64_t i = 0; i < 2 * windows; ++i) {
       const bool takes_part = (i / 2 + i % 2) % world_size == rank;
@@ -197,7 +196,7 @@ std::vector<Rank> make_ranks(int number, const Kind& kind) {
   return ranks;
 }
 
-/// `body(rank, its number)`, with Replicas.
+/// Runs `body(rank, its number)` on all ranks, with Replicas.
 template <class Body>
 void together(std::vector<Rank>& ranks, ga::Shard shard, const Body& body, std::int64_t bucket_bytes = 30000) {
   tests::as_ranks(static_cast<int>(ranks.size()), [&](const ga::ProcessGroup& group) {
@@ -217,7 +216,7 @@ std::vector<Rank> trained(int number, const Kind& kind, ga::Shard shard, std::in
   return ranks;
 }
 
-/// Values as a training has them that is not divided.
+/// Joins the values of all parts, as an unsharded training has them.
 ga::Archive::Values joined(ga::Archive::Values values) {
   std::map<std::string, at::Tensor> tensors;
   for (auto& [name, value] : ga::detail::take_shared_pieces(values)) tensors[name] = std::get<at::Tensor>(value);
@@ -233,11 +232,11 @@ std::vector<at::Tensor> parameters_of_sizes(const std::vector<std::int64_t>& siz
 
 }  // namespace
 
-TEST_CASE("Shards: each element is one rank's, in pieces of whole units, and no rank has much more than another") {
+TEST_CASE("Shards: each element belongs to one rank, in whole units, balanced over ranks") {
   const int world_size = GENERATE(1, 2, 3, 4, 7);
   const bool may_be_cut = GENERATE(true, false);
   auto parameters = parameters_of_sizes({1, 0, 50, 4096, 100000, 8191, 123457, 5, 65536, 70000, 4096 * 9});
-  parameters.push_back(torch::zeros({300, 200}).t().requires_grad_());  // not in one row
+  parameters.push_back(torch::zeros({300, 200}).t().requires_grad_());  // not contiguous
   std::vector<std::int64_t> elements_of(static_cast<std::size_t>(world_size));
   std::int64_t all = 0;
   for (int rank = 0; rank < world_size; ++rank) {
@@ -260,10 +259,10 @@ TEST_CASE("Shards: each element is one rank's, in pieces of whole units, and no 
   }
   CHECK(std::accumulate(elements_of.begin(), elements_of.end(), std::int64_t{0}) == all);
   if (may_be_cut && world_size <= 4)
-    for (auto elements : elements_of) CHECK(elements <= all / world_size + 60000);  // the one that is not in one row
+    for (auto elements : elements_of) CHECK(elements <= all / world_size + 60000);  // plus the non-contiguous one
 }
 
-TEST_CASE("Shard: any number of ranks gives the bits of ranks that are not divided, where sums are exact") {
+TEST_CASE("Shard: with exact sums, any number of ranks gives the bits of unsharded ranks") {
   const auto kind = GENERATE(from_range(kinds_to_test()));
   const int number = GENERATE(2, 4), bucket_bytes = number == 2 ? bytes_of_wide : 30000;
   CAPTURE(kind.name, number, bucket_bytes);
@@ -278,7 +277,7 @@ TEST_CASE("Shard: any number of ranks gives the bits of ranks that are not divid
     const auto divided = trained_by(shard);
     std::int64_t bytes = 0;
     for (std::size_t i = 0; i < plain.size(); ++i) {
-      CHECK(plain[i].optimizer->updates() == 3);  // one has overflowed
+      CHECK(plain[i].optimizer->updates() == 3);  // one overflowed
       CHECK(divided[i].optimizer->updates() == 3);
       CHECK(divided[i].scaler->get_scale() == plain[i].scaler->get_scale());
       CHECK(torch::equal(flat(divided[i].model), flat(plain[i].model)));
@@ -290,10 +289,10 @@ TEST_CASE("Shard: any number of ranks gives the bits of ranks that are not divid
   }
 }
 
-TEST_CASE("Shard: two ranks give the bits of two that are not divided") {
+TEST_CASE("Shard: two ranks give the bits of two unsharded ranks") {
   const auto kind = GENERATE(from_range(kinds_to_test()));
   const auto shard = GENERATE(ga::Shard::optimizer, ga::Shard::gradients);
-  const std::int64_t steps = shard == ga::Shard::gradients ? 1 : 2;  // ranks are added up before micro-batches
+  const std::int64_t steps = shard == ga::Shard::gradients ? 1 : 2;  // ranks are summed before micro-batches
   const int bucket_bytes = shard == ga::Shard::gradients ? 30000 : bytes_of_wide;
   CAPTURE(kind.name, shard == ga::Shard::gradients, bucket_bytes);
   const auto trained_by = [&](ga::Shard how) {
@@ -353,7 +352,7 @@ double largest_difference(const Rank& a, const Rank& b) {
   return (flat(a.model) - flat(b.model)).abs().max().item<double>();
 }
 
-/// Those that do not round to few bits.
+/// Optimizers that do not round to few bits.
 std::vector<Kind> kinds_in_float64() {
   std::vector<Kind> all;
   for (auto& kind : kinds_to_test())
@@ -363,7 +362,7 @@ std::vector<Kind> kinds_in_float64() {
 
 }  // namespace
 
-TEST_CASE("Shard: clipping, overflow and uneven weights are those of ranks that are not divided, to rounding") {
+TEST_CASE("Shard: clipping, overflow and uneven weights match unsharded ranks up to rounding") {
   const auto kind = GENERATE(from_range(kinds_in_float64()));
   constexpr int number = 3;
   CAPTURE(kind.name);
@@ -382,7 +381,7 @@ TEST_CASE("Shard: clipping, overflow and uneven weights are those of ranks that 
   }
 }
 
-TEST_CASE("Shard: whichever rank asks for a norm, and when, it is that of all parts") {
+TEST_CASE("Shard: the norm is that of all parts on whichever rank and whenever it is read") {
   const auto norms_of = [](ga::Shard shard) {
     auto ranks = make_ranks(3, kinds_in_float64()[2]);
     std::vector<double> norms(3), of_own_part(3);
@@ -393,7 +392,7 @@ TEST_CASE("Shard: whichever rank asks for a norm, and when, it is that of all pa
         rank.optimizer->backward(ga::Loss{rank.loss_of(2, 0.2 + number), 2});
         auto gradients = rank.optimizer->gradients();
         if (window == 1) gradients.apply();
-        if (number == window) {  // the others do not
+        if (number == window) {  // only this rank
           norms[static_cast<std::size_t>(number)] = gradients.norm().item<double>();
           double squares = 0;
           for (auto& gradient : gradients.values()) squares += gradient.square().sum().item<double>();
@@ -415,7 +414,7 @@ TEST_CASE("Shard: whichever rank asks for a norm, and when, it is that of all pa
   }
 }
 
-TEST_CASE("Shard: windows of different lengths, of different numbers, and in either form are those of all ranks") {
+TEST_CASE("Shard: windows of different lengths and numbers match unsharded ranks in both forms") {
   const auto kind = kinds_in_float64()[2];
   const bool plain_form = GENERATE(false, true), overlap = GENERATE(true, false);
   CAPTURE(plain_form, overlap);
@@ -455,7 +454,7 @@ TEST_CASE("Shard: windows of different lengths, of different numbers, and in eit
   }
 }
 
-TEST_CASE("Shard: each rank steps its own part, and no other") {
+TEST_CASE("Shard: each rank updates only its own part") {
   const Kind kind = kinds()[2];
   const auto shard = GENERATE(ga::Shard::optimizer, ga::Shard::gradients);
   const auto plain = trained(2, kind, shard, 1);
@@ -464,7 +463,7 @@ TEST_CASE("Shard: each rank steps its own part, and no other") {
   ranks.emplace_back(kind, /*learning_rate_times=*/3);
   together(ranks, shard, [&](Rank& rank, int i) {
     rank.train(i, 1);
-    for (auto& group : rank.itself->param_groups()) group.options().set_lr(0.01);  // else they are told
+    for (auto& group : rank.itself->param_groups()) group.options().set_lr(0.01);  // otherwise reported as a difference
   });
   const Shards shards(ranks[0].model->parameters(), true, 0, 2);
   for (std::size_t place = 0; place < shards.size(); ++place)
@@ -478,7 +477,7 @@ TEST_CASE("Shard: each rank steps its own part, and no other") {
     }
 }
 
-TEST_CASE("Shard: states go on to the bit, with as many ranks, with others, and without") {
+TEST_CASE("Shard: states resume bitwise with the same number of ranks, with another one, and unsharded") {
   const auto kind = GENERATE(from_range(kinds_of_state()));
   CAPTURE(kind.name);
   const Directory directory;
@@ -529,8 +528,7 @@ TEST_CASE("Shard: states go on to the bit, with as many ranks, with others, and 
   }
 }
 
-TEST_CASE(
-    "Shard: memory of a rank is 8 + 8 / ranks bytes a parameter, or 4 + 12 / ranks, and the largest bucket twice") {
+TEST_CASE("Shard: a rank takes 8 + 8 / ranks bytes per parameter, or 4 + 12 / ranks, and twice the largest bucket") {
   const int number = GENERATE(1, 2, 4);
   const auto peak_of = [&](ga::Shard shard) {
     std::vector<std::int64_t> peaks(static_cast<std::size_t>(number)), parameters = peaks;
@@ -557,7 +555,7 @@ TEST_CASE(
     });
     for (std::size_t i = 0; i < peaks.size(); ++i) {
       const auto largest_bucket = std::int64_t{4} * 500 * 600;
-      const double all = shard == ga::Shard::gradients ? 4 : 8;  // of which no rank has a part alone
+      const double all = shard == ga::Shard::gradients ? 4 : 8;  // bytes per parameter that are not sharded
       const auto bound = (all + (16 - all) / number) * static_cast<double>(parameters[i]) + 2.0 * largest_bucket;
       CAPTURE(number, i, peaks[i], bound);
       CHECK((static_cast<double>(peaks[i]) <= bound) == (shard != ga::Shard::none || number == 1));
@@ -565,10 +563,10 @@ TEST_CASE(
   };
   peak_of(ga::Shard::optimizer);
   peak_of(ga::Shard::gradients);
-  peak_of(ga::Shard::none);  // has more, where there are several
+  peak_of(ga::Shard::none);  // exceeds the bound with several ranks
 }
 
-TEST_CASE("Shard: a rank that loads a state takes the memory of its own part, whoever has saved it") {
+TEST_CASE("Shard: loading a state takes only the memory of the rank's part") {
   const Kind kind = kinds()[2];
   const Directory directory;
   const int number = GENERATE(2, 3);
@@ -594,20 +592,20 @@ TEST_CASE("Shard: a rank that loads a state takes the memory of its own part, wh
   };
   CHECK(bytes_of(ranks, by) == bytes_of(saved, from));
   for (std::size_t i = 0; i < ranks.size(); ++i) {
-    const auto bound = ranks[i].bytes_of_state() + 20000;  // texts that ranks exchange
+    const auto bound = ranks[i].bytes_of_state() + 20000;  // for texts that ranks exchange
     CAPTURE(i, peaks[i], bound);
     CHECK((peaks[i] <= bound) == (by != ga::Shard::none));
   }
 }
 
-TEST_CASE("Shard: a window that nobody closes goes on later, with the gradients that others have") {
+TEST_CASE("Shard: an open window continues later, including the other ranks' gradients") {
   const auto kind = kinds_in_float64()[2];
   const auto train = [&](ga::Shard shard) {
     std::vector<Rank> ranks;
     for (int i = 0; i < 2; ++i) ranks.emplace_back(kind, 1, /*steps=*/3);
     together(ranks, shard, [&](Rank& rank, int number) {
       for (int epoch = 0; epoch < 2; ++epoch) {
-        // Rank 1 has nothing in the first, and what rank 0 has is sent to it.
+        // Rank 1 has nothing in the first epoch, so rank 0's gradients are sent to it.
         for (int i = 0; i < (number == 0 ? 2 : 3 * epoch); ++i)
           rank.micro_batch(1 + i % 2, 0.2 * i + number + epoch, 1, /*clips=*/false);
         while (rank.optimizer->others_continue()) rank.close(/*clips=*/false);
@@ -626,7 +624,7 @@ TEST_CASE("Shard: a window that nobody closes goes on later, with the gradients 
   }
 }
 
-TEST_CASE("Shard: what it does not go with is refused, on all ranks") {
+TEST_CASE("Shard: incompatible options are refused on all ranks") {
   const Kind kind = kinds()[2];
   const auto message = [&](auto&& body) {
     std::string text;
@@ -747,7 +745,7 @@ TEST_CASE("Shard: what it does not go with is refused, on all ranks") {
                    rank.optimizer->backward(ga::Loss{rank.loss_of(1, 0.1), 1});
                    auto gradients = rank.optimizer->gradients();
                    const auto norm = gradients.norm().item<double>();
-                   for (auto& gradient : gradients.values()) gradient.add_(0.0);  // known: applied, and then changed
+                   for (auto& gradient : gradients.values()) gradient.add_(0.0);  // applied, and then changed
                    static_cast<void>(norm);
                    gradients.norm();
                  });
@@ -781,7 +779,7 @@ struct Failing : ga::optim::SGD {
 
 }  // namespace
 
-TEST_CASE("Shard: an exception in one rank's step is an error on all, and nothing is saved after it") {
+TEST_CASE("Shard: an exception in one rank's step is an error on all ranks, and later saves fail") {
   const Kind kind{"Failing", [](auto p) { return std::make_unique<Failing>(p, ga::optim::SGDOptions(0.05)); }};
   auto ranks = make_ranks(2, kind);
   int steps = 0;
@@ -811,22 +809,21 @@ TEST_CASE("Shard: an exception in one rank's step is an error on all, and nothin
   CHECK_FALSE(std::filesystem::exists(directory / "states"));
 }
 
-TEST_CASE(
-    "Replicas: a rank that ends while all work on a state is named, though the others cannot agree on it any more") {
+TEST_CASE("Replicas: a rank that ends while all write a state is named, though the others cannot agree on the error") {
   std::string error;
   tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
     const Kind kind = kinds()[0];
     Rank rank(kind);
     const ga::Replicas replicas(group, rank.model, *rank.optimizer, {.seed_by_rank = false});
     const auto peers = replicas.peers();
-    if (group.rank() == 1) return;  // its connections end with it
+    if (group.rank() == 1) return;  // closes its connections
     error = testing::error_of(
         [&] { ga::detail::run_on_all(peers.get(), [&] { static_cast<void>(peers->all_gather_text("a file")); }); });
   });
   CHECK_THAT(error, Catch::Contains("rank 1 has ended or hangs (rank 0 of 2 waited for "));
 }
 
-TEST_CASE("Shard: a rank that ends in the middle, with gradients or norms under way, is an error on the others") {
+TEST_CASE("Shard: a rank that ends while gradients or norms are exchanged is an error on the others") {
   const bool is_complete = GENERATE(false, true);
   CAPTURE(is_complete);
   auto ranks = make_ranks(2, kinds()[2]);
@@ -856,7 +853,7 @@ TEST_CASE("Shard: a rank that ends in the middle, with gradients or norms under 
   if (is_complete) CHECK_THAT(of_norm[1], Catch::Contains("Replicas: must outlive every request for a gradient norm"));
 }
 
-TEST_CASE("Pieces: names and what does not go together") {
+TEST_CASE("Pieces: names and invalid combinations") {
   using ga::detail::PieceName;
   for (const auto* text : {"0.weight[0:4096 of 64x128]", "a[b][4096:8192 of 8192]", "s[0:1 of ]", "[0:0 of 0]"}) {
     REQUIRE(PieceName::of(text));

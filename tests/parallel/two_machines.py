@@ -2,14 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The FashionMNIST example by two machines: python3 two_machines.py FASHION_MNIST WRITE_IDX_FILES DIRECTORY
 
-Each machine is a network of its own (a namespace of Linux) with one network card (a TAP device). This program is the
-cable between the two: it passes frames on after a delay and no faster than a rate, until it is cut. That needs neither
-netem nor veth, which many kernels lack, and leaves nothing behind.
+Each machine is a network namespace of Linux with one network card (a TAP device). This program is the cable between the
+two: it passes frames on after a delay and within a rate, until it is cut. That needs neither netem nor veth, which many
+kernels lack, and leaves nothing behind.
 
-Over slow links they must train as on one machine, to the bit. When a process is killed or suspended, or the link is
-lost without a word, both must end by themselves and name what they miss.
-Nobody names the card to them: this host's name leads to neither network, as that of a machine with Debian often does.
-Status 77: networks and cards cannot be made here (it takes root, Linux, and /dev/net/tun).
+Over slow links they must train as on one machine, to the bit. When a process is killed or suspended, or the link fails
+silently, both must end and name the missing rank. They must find the card themselves: this host's name resolves to
+neither network, as is common on Debian. Status 77: networks and cards cannot be made here (that takes root, Linux, and
+/dev/net/tun).
 """
 
 import collections
@@ -28,8 +28,8 @@ import threading
 import time
 
 SKIPPED = 77
-GUARD = 300  # seconds: nothing here takes so long, on the busiest machine
-PORT = 29500  # of networks that nobody else is in
+GUARD = 300  # seconds; even on a busy machine everything takes less
+PORT = 29500  # in networks that only this program uses
 CARD = "cable"
 
 CLONE_NEWNET = 0x40000000
@@ -49,12 +49,12 @@ def own_network():
 
 
 def keep(stack, what):
-    """Until the stack is left, which closes it."""
+    """Closes an object at the end of the stack."""
     return stack.enter_context(contextlib.closing(what))
 
 
 class Machine:
-    """A network with a card. What is started in it sees no other."""
+    """A network with a card. Processes started in it see no other."""
 
     def __init__(self, address):
         self.address = address
@@ -92,12 +92,12 @@ class Machine:
 class Lane:
     """One direction of a cable: frames on their way from one card to the other."""
 
-    LONGEST = 1000  # frames; what comes when so many are under way is lost, as with any switch
+    LONGEST = 1000  # frames under way; further ones are lost, as in a switch
 
     def __init__(self, begin, end, delay, rate):
         self.begin, self.end, self.delay, self.rate = begin, end, delay, rate
         self.frames = collections.deque()
-        self.free = 0.0  # when the last bit of the last frame has gone in
+        self.free = 0.0  # when the last bit of the last frame has been sent
 
     def take(self, now):
         with contextlib.suppress(BlockingIOError):
@@ -116,7 +116,7 @@ class Lane:
 
 
 class Cable:
-    """Between two machines. `rate` is in bits a second."""
+    """A cable between two machines. `rate` is in bits per second."""
 
     def __init__(self, first, second, delay, rate):
         self.lanes = (Lane(first.card, second.card, delay, rate), Lane(second.card, first.card, delay, rate))
@@ -137,7 +137,7 @@ class Cable:
                 lane.give(now)
 
     def cut(self):
-        """Neither side hears of it: frames vanish."""
+        """Loses all frames without notice to either side."""
         self.lost = True
 
     def mend(self):
@@ -149,7 +149,7 @@ class Cable:
 
 
 class Process:
-    """A rank, whose output and errors go to files."""
+    """A rank, whose output and errors are written to files."""
 
     def __init__(self, rank, program, directory, **environment):
         directory.mkdir(parents=True, exist_ok=True)
@@ -212,7 +212,7 @@ class Pair:
 
 
 class Trainings:
-    """What is to be trained, and where."""
+    """The tests, with the program and a directory."""
 
     STORE = "rank 0 (its store at 10.77.0.1:29500) has ended"
     SILENT = " or hangs, or cannot be reached: silent for 30 s (rank "
@@ -262,7 +262,7 @@ class Trainings:
             pair.ranks[1 - rank].expect_error(*parts)
 
     def silent(self):
-        """A link that is lost, and beside it a process that is suspended: the silence takes half a minute."""
+        """Tests a lost link and a suspended process together, because the silence takes half a minute."""
         with contextlib.ExitStack() as stack:
             lost = Pair(stack, self.endless(), self.directory / "lost")
             suspended = Pair(stack, self.endless(), self.directory / "suspended")

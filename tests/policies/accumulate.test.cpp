@@ -10,7 +10,7 @@ using namespace testing;
 
 namespace {
 
-// How many micro-batches each window had: batches are numbers of rows.
+// Returns the number of micro-batches per window; batches are numbers of rows.
 std::vector<std::int64_t> windows(ga::Accumulate accumulate, const std::vector<std::int64_t>& sizes,
                                   const ga::FitOptions& options = {}) {
   auto model = make_model();
@@ -28,7 +28,7 @@ const Counts five{2, 2, 2, 2, 2};
 
 }  // namespace
 
-TEST_CASE("Accumulate: so many micro-batches an update") {
+TEST_CASE("Accumulate: a number of micro-batches per update") {
   CHECK(windows({}, five) == Counts{1, 1, 1, 1, 1});
   CHECK(windows({.steps = 2}, five) == Counts{2, 2, 1});
   CHECK(windows({.steps = 5}, five) == Counts{5});
@@ -37,7 +37,7 @@ TEST_CASE("Accumulate: so many micro-batches an update") {
 
 TEST_CASE("Accumulate: by epoch") {
   CHECK(windows({.schedule = {{0, 3}, {2, 2}}}, five, {.epochs = 4}) == Counts{3, 2, 3, 2, 2, 2, 1, 2, 2, 1});
-  CHECK(windows({.schedule = {{1, 5}}}, five, {.epochs = 2}) == Counts{1, 1, 1, 1, 1, 5});  // before: `steps`
+  CHECK(windows({.schedule = {{1, 5}}}, five, {.epochs = 2}) == Counts{1, 1, 1, 1, 1, 5});  // `steps` before epoch 1
   CHECK(windows({.steps = 4, .schedule = {{1, 5}}}, five, {.epochs = 2}) == Counts{4, 1, 5});
 }
 
@@ -45,14 +45,14 @@ TEST_CASE("Accumulate: a window that is carried into an epoch with another numbe
   CHECK(windows({.schedule = {{0, 3}, {1, 2}}}, five, {.epochs = 2, .tail = ga::Tail::carry}) == Counts{3, 3, 2, 2});
 }
 
-TEST_CASE("Accumulate: by samples, whatever the micro-batches are") {
+TEST_CASE("Accumulate: by samples, for any micro-batches") {
   CHECK(windows({.batch_size = 4}, five) == Counts{2, 2, 1});
   CHECK(windows({.batch_size = 5}, five) == Counts{3, 2});
   CHECK(windows({.batch_size = 1}, five) == Counts{1, 1, 1, 1, 1});
   CHECK(windows({.batch_size = 8}, {1, 1, 6, 8, 3, 5, 2}) == Counts{3, 1, 2, 1});
 }
 
-TEST_CASE("Accumulate: what makes no sense is refused when the trainer is built") {
+TEST_CASE("Accumulate: invalid options are refused when the trainer is built") {
   REQUIRE_ERROR("Accumulate: steps must be >= 1, got 0", windows({.steps = 0}, five));
   REQUIRE_ERROR("Accumulate: batch_size must be >= 1, got -4", windows({.batch_size = -4}, five));
   REQUIRE_ERROR("batch_size must come without steps and schedule, which also say when a window is full",

@@ -9,14 +9,14 @@
 
 #include <limits>
 
-// AveragedModel's values are in pytorch_values/schedules.test.cpp.
+// pytorch_values/schedules.test.cpp compares with AveragedModel.
 
 namespace ga = gradaccum;
 using namespace testing;
 
 namespace {
 
-/// A model of the given parameters, and buffers.
+/// A model with the given parameters and buffers.
 struct Bag : torch::nn::Module {
   explicit Bag(const std::vector<at::Tensor>& parameters, const std::vector<at::Tensor>& buffers = {}) {
     for (std::size_t i = 0; i < parameters.size(); ++i)
@@ -48,7 +48,7 @@ bool same_bits(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& 
   return a.size() == b.size();
 }
 
-/// The averages, as swap shows them.
+/// Returns the averages, by swapping them in.
 std::vector<at::Tensor> averages_of(ga::Ema& ema, torch::nn::Module& module) {
   ema.swap(module);
   auto result = copies(module.parameters());
@@ -106,7 +106,7 @@ TEST_CASE("Ema: 16-bit parameters are averaged in float32") {
   }
 }
 
-TEST_CASE("Ema: many 16-bit parameters, which are copied some at a time") {
+TEST_CASE("Ema: many 16-bit parameters, which are copied in parts") {
   std::vector<at::Tensor> parameters;
   for (int i = 0; i < 5; ++i) parameters.push_back(torch::full({1 << 21}, i, at::kBFloat16));
   parameters.push_back(torch::full({3}, 5.0));
@@ -125,7 +125,7 @@ TEST_CASE("Ema: many 16-bit parameters, which are copied some at a time") {
   for (std::size_t i = 0; i < found.size(); ++i) CHECK(found[i].eq(static_cast<double>(i) + 0.5).all().item<bool>());
 }
 
-TEST_CASE("Ema: swapped out, each parameter is the same tensor with the same bits") {
+TEST_CASE("Ema: after swapping back, each parameter is the same tensor with the same bits") {
   for (auto dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {
     INFO(dtype);
     Bag bag({torch::zeros({5}, dtype), torch::zeros({4, 6}, dtype).t(),
@@ -157,7 +157,7 @@ TEST_CASE("Ema: swapped out, each parameter is the same tensor with the same bit
   }
 }
 
-TEST_CASE("Ema: training goes on as if nobody averaged") {
+TEST_CASE("Ema: training continues as without averaging") {
   const auto train = [](bool with_ema) {
     auto model = make_model(at::kFloat);
     torch::optim::SGD sgd(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
@@ -217,11 +217,11 @@ TEST_CASE("Ema: shared, frozen, integer and missing parameters") {
   CHECK(tied.weight.equal(torch::full({2}, 8.0)));
   ga::Archive saved;
   saved("ema", ema);
-  CHECK(saved.values().size() == 4);  // the count, and the shared parameter under its first name alone
+  CHECK(saved.values().size() == 4);  // the count, and the shared parameter only under its first name
   CHECK(saved.values().contains("ema.average.first"));
 }
 
-TEST_CASE("Ema: buffers are the model's own, or averaged") {
+TEST_CASE("Ema: buffers are the model's, or averaged") {
   for (bool buffers : {false, true}) {
     Bag bag({torch::zeros({1})}, {torch::zeros({2}), torch::zeros({1}, at::kLong), torch::zeros({1}, at::kBool)});
     ga::Ema ema{.decay = 0.5, .buffers = buffers};
@@ -232,7 +232,7 @@ TEST_CASE("Ema: buffers are the model's own, or averaged") {
     CHECK(bag.buffers()[0].equal(torch::full({2}, buffers ? 0.5 : 1.0)));
     CHECK(bag.buffers()[1].item<std::int64_t>() == 1);
     CHECK(bag.buffers()[2].item<bool>());
-    for (auto& buffer : bag.buffers()) buffer.fill_(0);  // as the evaluation may
+    for (auto& buffer : bag.buffers()) buffer.fill_(0);  // as an evaluation may do
     ema.swap(bag);
     for (auto& buffer : bag.buffers()) CHECK(buffer.eq(buffers ? 1 : 0).all().item<bool>());
   }
@@ -310,7 +310,7 @@ TEST_CASE("Ema: another model, or one that has changed, is an error that names t
   Bag elsewhere({torch::zeros({2}, at::kMeta), torch::zeros({3, 2}, at::kMeta)});
   REQUIRE_ERROR("got p0, Float [2] on meta", ema.update(elsewhere));
 
-  ema.swap(bag);  // an error while the averages are in the model leaves the way back open
+  ema.swap(bag);  // swapping back is possible after an error
   Bag other({zeros({2})});
   REQUIRE_ERROR("but p1 is gone", ema.swap(other));
   ema.swap(bag);
@@ -318,7 +318,7 @@ TEST_CASE("Ema: another model, or one that has changed, is an error that names t
   CHECK(ema.updates() == 1);
 }
 
-TEST_CASE("Ema: tensors that cannot be written to are refused at once") {
+TEST_CASE("Ema: tensors that cannot be written to are refused immediately") {
   ga::Ema ema;
   const auto refuses = [&](const at::Tensor& tensor) {
     Bag bag({torch::ones({2}), tensor});
@@ -360,7 +360,7 @@ TEST_CASE("Ema: in inference mode, with and without gradients") {
   CHECK((bag.parameters()[0] * 2).sum().requires_grad());
 }
 
-TEST_CASE("Ema: takes the memory that it says") {
+TEST_CASE("Ema: takes the documented memory") {
   Bag bag({torch::zeros({1000}), torch::zeros({1000}, at::kBFloat16)});
   ga::Ema ema;
   ga::MemoryMeter meter;
@@ -374,14 +374,14 @@ TEST_CASE("Ema: takes the memory that it says") {
   CHECK(meter.live_bytes() == 8000);
 }
 
-TEST_CASE("Ema: goes on from its saved state as if it had not stopped") {
+TEST_CASE("Ema: resumes from its saved state bitwise") {
   for (std::int64_t saved_after : {0, 1, 3}) {
     const auto values = [] { return std::vector<at::Tensor>{torch::zeros({2, 3}), torch::zeros({3}, at::kBFloat16)}; };
     const auto buffers = [] { return std::vector<at::Tensor>{torch::zeros({2}), torch::zeros({1}, at::kLong)}; };
     Bag through(values(), buffers()), resumed(values(), buffers());
     ga::Ema ema{.decay = 0.7, .warmup = true, .buffers = true}, again{.decay = 0.7, .warmup = true, .buffers = true};
     ga::Archive saved;
-    if (saved_after > 0) again.update(resumed);  // what was there is replaced
+    if (saved_after > 0) again.update(resumed);  // replaces the current averages
     for (std::int64_t update = 0; update < 6; ++update) {
       if (update == saved_after) {
         saved("ema", ema);

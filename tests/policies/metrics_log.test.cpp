@@ -19,11 +19,11 @@ using namespace testing;
 
 namespace {
 
-using Batches = std::vector<std::pair<double, int>>;  // a loss and slope, and of how many items it is the mean
+using Batches = std::vector<std::pair<double, int>>;  // loss and slope, and the number of items
 
 struct Net : torch::nn::Module {
   at::Tensor parameter = register_parameter("parameter", torch::zeros({2}, at::kDouble));
-  torch::optim::SGD sgd{{parameter}, torch::optim::SGDOptions(0.0)};  // losses stay those of the batches
+  torch::optim::SGD sgd{{parameter}, torch::optim::SGDOptions(0.0)};  // a rate of 0 keeps the losses of the batches
 };
 const auto given_loss = [](Net& net, const std::pair<double, int>& batch) {
   return ga::Loss{net.parameter.sum() * batch.first + batch.first, batch.second};
@@ -53,7 +53,7 @@ using Cells = std::vector<std::string>;
 
 }  // namespace
 
-TEST_CASE("MetricsLog: a line for each window") {
+TEST_CASE("MetricsLog: writes a line for each window") {
   const Directory directory;
   const auto path = directory / "train.csv";
   Net net;
@@ -67,7 +67,7 @@ TEST_CASE("MetricsLog: a line for each window") {
   CHECK(column(path, "micro_batches") == Cells{"2", "1", "2", "1"});
   CHECK(column(path, "moved") == Cells{"1", "1", "1", "1"});
   CHECK(column(path, "loss") == Cells{"1.75", "0.5", "1.75", "0.5"});
-  CHECK(column(path, "grad_norm") == Cells{"nan", "nan", "nan", "nan"});  // nobody clips
+  CHECK(column(path, "grad_norm") == Cells{"nan", "nan", "nan", "nan"});  // without clipping
   CHECK(column(path, "lr") == Cells{"0", "0", "0", "0"});
   double before = 0;
   for (auto& seconds : column(path, "seconds")) {
@@ -77,7 +77,7 @@ TEST_CASE("MetricsLog: a line for each window") {
   CHECK(before > 0);
 }
 
-TEST_CASE("MetricsLog: the norm before clipping, where somebody clips") {
+TEST_CASE("MetricsLog: writes the norm before clipping, if a policy clips") {
   const Directory directory;
   const auto path = directory / "train.csv";
   Net net;
@@ -101,7 +101,7 @@ TEST_CASE("MetricsLog: skipped windows have a line, too") {
   CHECK(column(path, "items") == Cells{"1", "0", "1"});
 }
 
-TEST_CASE("MetricsLog: a line now and then") {
+TEST_CASE("MetricsLog: writes lines at intervals") {
   const Directory directory;
   const auto path = directory / "train.csv";
   Net net;
@@ -109,12 +109,12 @@ TEST_CASE("MetricsLog: a line now and then") {
   const Batches batches(4, {1.0, 1});
   trainer.fit(batches);
   CHECK(column(path, "update") == Cells{"3"});
-  trainer.fit(batches);  // counts on
+  trainer.fit(batches);  // continues to count
   CHECK(column(path, "update") == Cells{"3", "6"});
-  CHECK(column(path, "samples") == Cells{"3", "2"});  // of its fit
+  CHECK(column(path, "samples") == Cells{"3", "2"});  // of this fit
 }
 
-TEST_CASE("MetricsLog: skipped windows count among those") {
+TEST_CASE("MetricsLog: skipped windows count for the interval") {
   const Directory directory;
   const auto path = directory / "train.csv";
   Net net;
@@ -123,7 +123,7 @@ TEST_CASE("MetricsLog: skipped windows count among those") {
   CHECK(column(path, "update") == Cells{"1", "3"});
 }
 
-TEST_CASE("MetricsLog: JSON Lines, begun anew or gone on with") {
+TEST_CASE("MetricsLog: JSON Lines, started again or continued") {
   const Directory directory;
   const auto path = directory / "train.jsonl";
   const Batches batches{{0.25, 1}};
@@ -143,7 +143,7 @@ TEST_CASE("MetricsLog: JSON Lines, begun anew or gone on with") {
                            "\"moved\": 1, \"loss\": 0.25, \"grad_norm\": null, \"lr\": 0, \"seconds\": "));
 }
 
-TEST_CASE("MetricsLog: what it cannot do, it says when the trainer is built") {
+TEST_CASE("MetricsLog: invalid options are refused when the trainer is built") {
   const Directory directory;
   Net net;
   const auto build = [&](ga::MetricsLog log) { ga::Trainer(net, net.sgd, given_loss, std::move(log)); };
@@ -157,7 +157,7 @@ TEST_CASE("MetricsLog: what it cannot do, it says when the trainer is built") {
   CHECK_FALSE(std::filesystem::exists(directory / "train.csv"));
 }
 
-TEST_CASE("MetricsLog: its folder is made") {
+TEST_CASE("MetricsLog: creates its folder") {
   const Directory directory;
   Net net;
   ga::Trainer(net, net.sgd, given_loss, ga::MetricsLog{.path = directory / "is/made/train.csv"});
@@ -175,7 +175,7 @@ TEST_CASE("MetricsLog: a file of other columns stops the training, and stays as 
   CHECK(trainer.window().micro_batches == 0);
 }
 
-TEST_CASE("MetricsLog: what is validated, in lines of its own") {
+TEST_CASE("MetricsLog: validations have separate lines") {
   const Directory directory;
   const Batches batches{{1.0, 1}, {2.0, 1}, {3.0, 1}};
   Batches unseen{{4.0, 2}};
@@ -201,7 +201,7 @@ TEST_CASE("MetricsLog: what is validated, in lines of its own") {
   CHECK(lines[5].ends_with(", \"other/loss\": 4}"));
 }
 
-TEST_CASE("MetricsLog: lines wait for others, but not when a state is saved, and not beyond the end of fit") {
+TEST_CASE("MetricsLog: lines are buffered, but not when a state is saved, and not beyond the end of fit") {
   const Directory directory;
   const Batches batches{{1.0, 1}, {2.0, 1}, {3.0, 1}, {4.0, 1}, {5.0, 1}};
   const auto path = directory / "train.csv", other = directory / "train.jsonl";
@@ -225,7 +225,7 @@ TEST_CASE("MetricsLog: lines wait for others, but not when a state is saved, and
   CHECK(column(path, "update") == Cells{"1", "2", "3", "4", "5", "6", "7"});
 }
 
-TEST_CASE("MetricsLog: a run that was killed and goes on has each line once") {
+TEST_CASE("MetricsLog: a killed and resumed run has each line once") {
   const Directory directory;
   const Batches batches{{1.0, 1}, {2.0, 1}, {3.0, 1}, {4.0, 1}, {5.0, 1}};
   Batches unseen{{4.0, 2}};
@@ -250,7 +250,7 @@ TEST_CASE("MetricsLog: a run that was killed and goes on has each line once") {
 
   const auto path = directory / "train.csv";
   train(path, 6, 3, false);
-  std::filesystem::remove_all(directory / "states/step-000006");  // as if it had been killed before it saved
+  std::filesystem::remove_all(directory / "states/step-000006");  // as if it had been killed before the save
   train(path, 10, 100, true);
   CHECK(without_times(path) == whole);
   CHECK(without_times(directory / "train.validation.csv") == validated);

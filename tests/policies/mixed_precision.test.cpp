@@ -12,7 +12,7 @@ using namespace testing;
 
 namespace {
 
-// The dtype in which the objective's matrices were multiplied.
+// Records the dtype of the objective's matrix products.
 struct Seen {
   at::ScalarType forward = at::kFloat;
   bool backward_in_autocast = true;
@@ -69,7 +69,7 @@ TEST_CASE("MixedPrecision: only float16 has a loss scale, made of its options") 
   CHECK(unscaled.policy<ga::MixedPrecision>().amp_scaler->get_scale() == 1.0);
 }
 
-TEST_CASE("MixedPrecision: windows that moved nothing, without an overflow, do not make the scale grow") {
+TEST_CASE("MixedPrecision: skipped windows without an overflow do not make the scale grow") {
   auto model = make_model(at::kFloat);
   torch::optim::SGD sgd(model->parameters(), 0.1);
   double items = 1;
@@ -89,7 +89,7 @@ TEST_CASE("MixedPrecision: windows that moved nothing, without an overflow, do n
   CHECK(scaler.get_scale() == 16.0);
 }
 
-TEST_CASE("MixedPrecision: a scale that overflows cannot bring down is an error") {
+TEST_CASE("MixedPrecision: a scale that overflows cannot lower enough is an error") {
   auto model = make_model(at::kFloat);
   torch::optim::SGD sgd(model->parameters(), 0.1);
   ga::Trainer trainer(
@@ -98,7 +98,7 @@ TEST_CASE("MixedPrecision: a scale that overflows cannot bring down is an error"
   REQUIRE_ERROR("the scale must stay >= min_scale (4)", trainer.fit(make_batches({3, 3, 3}, at::kFloat)));
 }
 
-TEST_CASE("MixedPrecision: what it cannot do is refused when the trainer is built") {
+TEST_CASE("MixedPrecision: invalid options are refused when the trainer is built") {
   auto model = make_model(at::kFloat);
   torch::optim::SGD sgd(model->parameters(), 0.1);
   const auto objective = [](auto& net, auto& batch) { return loss_of(net, batch); };

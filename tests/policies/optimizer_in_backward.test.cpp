@@ -21,15 +21,15 @@ const auto objective = [](auto& net, auto& batch) {
   return ga::Loss(torch::mse_loss(net->forward(batch.data), batch.target), batch.data.size(0));
 };
 
-/// The ordinary step, in the place of the policy.
+/// Replaces the policy: the ordinary step.
 struct Nothing {
   void on_epoch_begin(std::int64_t) {}
 };
 
-/// What is derived from policies of the library's own, and has none of the hooks that are refused.
+/// A policy that derives from policies of the library, without the refused hooks.
 struct Derived : ga::OptimizerInBackward, Nothing {};
 
-/// Everything that one can see of a training: steps as they were told, the report, the weights.
+/// The visible results of a training: steps, the report, the weights.
 struct Outcome {
   std::vector<ga::Step> steps;
   ga::FitReport report;
@@ -89,7 +89,7 @@ auto trainer_with(torch::nn::Sequential& model, ga::optim::SGD& sgd, Policies...
 
 }  // namespace
 
-TEST_CASE("OptimizerInBackward: a training is that without it, to the bit, by any window") {
+TEST_CASE("OptimizerInBackward: a training is bitwise the same as without it, with any window") {
   const auto batches = make_batches({3, 5, 2, 7, 1, 4, 6}, at::kFloat);
   const auto mixed = GENERATE(false, true);
   for (auto& accumulate : {ga::Accumulate{}, ga::Accumulate{.steps = 4}, ga::Accumulate{.schedule = {{0, 3}, {1, 2}}},
@@ -104,7 +104,7 @@ TEST_CASE("OptimizerInBackward: a training is that without it, to the bit, by an
   CHECK_FALSE(at::equal(one.weights, two.weights));
 }
 
-TEST_CASE("OptimizerInBackward: parameters move in backward") {
+TEST_CASE("OptimizerInBackward: parameters are updated in backward") {
   auto model = large_model();
   ga::optim::SGD sgd(model->parameters(), 0.1);
   struct Looks {
@@ -122,7 +122,7 @@ TEST_CASE("OptimizerInBackward: parameters move in backward") {
   CHECK(at::equal(weight, seen[2]));
 }
 
-TEST_CASE("OptimizerInBackward: batches whose loss is NaN, skipped or an error, move nothing") {
+TEST_CASE("OptimizerInBackward: batches whose loss is NaN, skipped or an error, change nothing") {
   auto batches = make_batches({3, 5, 2, 7}, at::kFloat);
   batches[1].data.fill_(std::numeric_limits<float>::quiet_NaN());  // fills a window
   const auto skipping = [&](auto in_backward, std::int64_t steps) {
@@ -165,7 +165,7 @@ TEST_CASE("OptimizerInBackward: factors of policies count once, before the step"
   }
 }
 
-TEST_CASE("OptimizerInBackward: a loss scale is refused before anything moves") {
+TEST_CASE("OptimizerInBackward: a loss scale is refused before any update") {
   auto model = large_model();
   ga::optim::SGD sgd(model->parameters(), 0.1);
   const auto before = flat(model);
@@ -187,7 +187,7 @@ TEST_CASE("OptimizerInBackward: a loss scale is refused before anything moves") 
   CHECK_FALSE(at::equal(flat(model), before));
 }
 
-TEST_CASE("OptimizerInBackward: which hooks do not go with it") {
+TEST_CASE("OptimizerInBackward: which hooks it refuses") {
   using Model = torch::nn::Sequential;
   using Allowed = ga::Trainer<Model, ga::optim::SGD, decltype(objective), ga::OptimizerInBackward, ga::Accumulate,
                               ga::Ema, ga::MixedPrecision, ga::MetricsLog, ga::Progress>;
@@ -206,7 +206,7 @@ TEST_CASE("OptimizerInBackward: an optimizer that does not take gradients is ref
                 ga::Trainer(model, sgd, objective, ga::OptimizerInBackward{}));
 }
 
-TEST_CASE("OptimizerInBackward: after an exception in a callback, or between backward and step, training goes on") {
+TEST_CASE("OptimizerInBackward: after an exception in a callback, or between backward and step, training continues") {
   auto model = large_model();
   ga::optim::SGD sgd(model->parameters(), 0.1);
   bool armed = true;

@@ -18,9 +18,9 @@ using namespace testing;
 namespace {
 
 using namespace std::chrono_literals;
-using Batches = std::vector<std::pair<double, int>>;  // a loss, and of how many items it is the mean
+using Batches = std::vector<std::pair<double, int>>;  // a loss, and its number of items
 
-// A model that stays as it is: losses are those of the batches.
+// A model that does not change, so losses are those of the batches.
 struct Still : torch::nn::Module {
   at::Tensor parameter = register_parameter("parameter", torch::zeros({1}, at::kDouble));
   torch::optim::SGD sgd{{parameter}, torch::optim::SGDOptions(1e-3)};
@@ -29,7 +29,7 @@ const auto given_loss = [](Still& net, const std::pair<double, int>& batch) {
   return ga::Loss{net.parameter.sum() * 0 + batch.first, batch.second};
 };
 
-// What was shown, without what depends on the clock.
+// Returns the output without the parts that depend on the clock.
 std::vector<std::string> lines_of(const Scratch& file) {
   const auto text = std::regex_replace(file.text(), std::regex(R"( \| [0-9.]+ samples/s( \| [0-9:]+ left)?)"), "");
   return split(text, '\n');
@@ -50,7 +50,7 @@ TEST_CASE("Progress: epoch, update, the mean loss of the epoch so far, and the r
                                 " 30% | epoch 1/2 | update 1 | loss 1.7500 | lr 1.0e-03",
                                 " 40% | epoch 1/2 | update 1 | loss 1.7500 | lr 1.0e-03",
                                 " 50% | epoch 1/2 | update 2 | loss 1.1250 | lr 1.0e-03",  // (1 + 6 + 1 + 1) / 8
-                                " 60% | epoch 2/2 | update 3",                             // begins anew
+                                " 60% | epoch 2/2 | update 3",                             // starts again
                                 " 70% | epoch 2/2 | update 3", " 80% | epoch 2/2 | update 4 | loss 1.7500 | lr 1.0e-03",
                                 " 90% | epoch 2/2 | update 4 | loss 1.7500 | lr 1.0e-03",
                                 "100% | epoch 2/2 | update 5 | loss 1.1250 | lr 1.0e-03"});
@@ -58,7 +58,7 @@ TEST_CASE("Progress: epoch, update, the mean loss of the epoch so far, and the r
   CHECK(contains(file.text(), " left\n"));
 }
 
-TEST_CASE("Progress: epochs count on from the last fit") {
+TEST_CASE("Progress: epochs continue from the last fit") {
   const Scratch file;
   Still net;
   ga::Trainer trainer(net, net.sgd, given_loss, all_lines(file));
@@ -72,7 +72,7 @@ TEST_CASE("Progress: epochs count on from the last fit") {
               " 75% | epoch 5/5 | update 8", "100% | epoch 5/5 | update 9 | loss 1.0000 | lr 1.0e-03"});
 }
 
-TEST_CASE("Progress: updates count on from a trainer that was loaded") {
+TEST_CASE("Progress: updates continue from a loaded trainer") {
   const Scratch file;
   Still net;
   ga::Trainer trainer(net, net.sgd, given_loss, all_lines(file));
@@ -88,7 +88,7 @@ TEST_CASE("Progress: updates count on from a trainer that was loaded") {
         Lines{" 50% | epoch 4/4 | update 70", "100% | epoch 4/4 | update 71 | loss 1.0000 | lr 1.0e-03"});
 }
 
-TEST_CASE("Progress: a fit that is to go on says where it begins, and its speed is its own") {
+TEST_CASE("Progress: a resumed fit prints where it begins, and its rate excludes earlier runs") {
   const auto directory = std::filesystem::temp_directory_path() / fmt::format("gradaccum-progress-{}", getpid());
   const Batches batches{{1.0, 1}, {2.0, 1}, {1.0, 1}, {2.0, 1}};
   Scratch file;
@@ -104,7 +104,7 @@ TEST_CASE("Progress: a fit that is to go on says where it begins, and its speed 
   std::filesystem::remove_all(directory);
 }
 
-TEST_CASE("Progress: updates say when to stop") {
+TEST_CASE("Progress: a limit in updates") {
   const Scratch file;
   Still net;
   ga::Trainer trainer(net, net.sgd, given_loss, all_lines(file));
@@ -113,7 +113,7 @@ TEST_CASE("Progress: updates say when to stop") {
                                 " 50% | epoch 2 | update 2", " 75% | epoch 2 | update 3 | loss 1.0000 | lr 1.0e-03"});
 }
 
-TEST_CASE("Progress: batches that nobody can count") {
+TEST_CASE("Progress: batches without a size") {
   const Scratch file;
   Still net;
   ga::Trainer trainer(net, net.sgd, given_loss, all_lines(file));
@@ -131,7 +131,7 @@ TEST_CASE("Progress: skipped windows") {
                                 "100% | epoch 1/1 | update 1 | loss 2.0000 | lr 1.0e-03 | 1 skipped"});
 }
 
-TEST_CASE("Progress: silent where it is nowhere, and outside of fit") {
+TEST_CASE("Progress: prints nothing without a stream, and outside of fit") {
   const Scratch file;
   Still net;
   const Batches batches{{1.0, 1}, {2.0, 1}};

@@ -30,7 +30,7 @@ struct Rates {
   std::int64_t updates = 0;
 };
 
-/// The learning rate of each update of a fit by `to_nothing`, or with this total.
+/// Returns the learning rate of each update of a fit with `to_nothing`, or with this total.
 template <class Batches, class... Policies>
 Rates rates_of(Batches&& batches, const ga::FitOptions& options, std::optional<std::int64_t> total, Policies... more) {
   auto model = make_model();
@@ -55,7 +55,7 @@ ga::data::TensorBatches rows(const ga::ProcessGroup& group = {}) {
           {.batch_size = 2, .shuffle = true, .rank = group.rank(), .world_size = group.world_size()}};  // 38 batches
 }
 
-/// Shuffled epochs have from 29 to 35 batches.
+/// Makes batches whose shuffled epochs have from 29 to 35 batches.
 ga::data::LengthBuckets texts() {
   std::vector<at::Tensor> sequences;
   for (std::int64_t i = 0; i < 120; ++i) sequences.push_back(torch::ones({1 + i * i % 17}, at::kLong));
@@ -64,7 +64,7 @@ ga::data::LengthBuckets texts() {
 
 }  // namespace
 
-TEST_CASE("Schedule: a total that is left out is that of fit's epochs and batches") {
+TEST_CASE("Schedule: a missing total is that of fit's epochs and batches") {
   const auto tail = GENERATE(ga::Tail::flush, ga::Tail::drop, ga::Tail::carry);
   const ga::Accumulate eight{.steps = 8};
   const ga::FitOptions options{.epochs = 4, .tail = tail};
@@ -78,10 +78,10 @@ TEST_CASE("Schedule: a total that is left out is that of fit's epochs and batche
   const auto by_texts = rates_of(texts(), options, {}, eight);
   CHECK(by_texts.rates == rates_of(texts(), options, by_texts.updates, eight).rates);
   CHECK(by_texts.rates == rates_of(ga::data::Prefetch(texts()), options, {}, eight).rates);
-  CHECK(by_texts.rates.back() == 1.0 / static_cast<double>(by_texts.updates - 2));  // of the last update, down to 0
+  CHECK(by_texts.rates.back() == 1.0 / static_cast<double>(by_texts.updates - 2));  // the last update's, decayed to 0
 }
 
-TEST_CASE("Schedule: a total that is left out, by updates, by epochs of other windows, by a list") {
+TEST_CASE("Schedule: a missing total by updates, by epochs of other windows, by a list") {
   CHECK(rates_of(rows(), {.updates = 9}, {}).rates == rates_of(rows(), {.updates = 9}, 9).rates);
   CHECK(rates_of(rows(), {.epochs = 2, .updates = 9}, {}).rates == rates_of(rows(), {.updates = 9}, 9).rates);
   CHECK(rates_of(rows(), {.epochs = 2, .updates = 99}, {}).rates == rates_of(rows(), {.epochs = 2}, 76).rates);
@@ -90,7 +90,7 @@ TEST_CASE("Schedule: a total that is left out, by updates, by epochs of other wi
   CHECK(rates_of(std::vector<int>(5), {}, {}).rates == rates_of(std::vector<int>(5), {}, 5).rates);
 }
 
-TEST_CASE("Schedule: a total that is left out cannot be told by all fits") {
+TEST_CASE("Schedule: a missing total cannot be predicted in all fits") {
   const std::string error = "Schedule: .total must be given";
   REQUIRE_ERROR(error, rates_of(rows(), {.samples = 20}, {}));
   REQUIRE_ERROR(error, rates_of(rows(), {.epochs = 2, .samples = 20}, {}));
@@ -114,7 +114,7 @@ TEST_CASE("Schedule: a total that is left out cannot be told by all fits") {
   CHECK(torch::equal(model->parameters()[0], before));
 }
 
-TEST_CASE("Schedule: a second fit goes on to its own end") {
+TEST_CASE("Schedule: a second fit continues to its own end") {
   auto model = make_model();
   torch::optim::SGD sgd(model->parameters(), 1);
   std::vector<double> rates;
@@ -129,7 +129,7 @@ TEST_CASE("Schedule: a second fit goes on to its own end") {
   CHECK(rates == std::vector<double>{1, 0.75, 0.5, 0.25, 0.5, 0.375, 0.25, 0.125});
 }
 
-TEST_CASE("Schedule: a fit that goes on keeps the total, and takes another with other epochs") {
+TEST_CASE("Schedule: a resumed fit keeps the total, and changes it with other epochs") {
   const auto by_texts = GENERATE(false, true);
   const std::int64_t stop = GENERATE(1, 3, 5, 8);
   const auto tail = GENERATE(ga::Tail::flush, ga::Tail::carry);
@@ -171,7 +171,7 @@ TEST_CASE("Schedule: a fit that goes on keeps the total, and takes another with 
   SECTION("a total that is given") { CHECK(fit({.epochs = 3, .resume = directory / "states"}, 40).rates.back() > 0.3); }
 }
 
-TEST_CASE("Schedule: a total that is left out is the same on all ranks") {
+TEST_CASE("Schedule: a missing total is the same on all ranks") {
   std::vector<Rates> ranks(3);  // with 13, 13 and 12 batches
   tests::as_ranks(3, [&](const ga::ProcessGroup& group) {
     ranks[static_cast<std::size_t>(group.rank())] = rates_of(rows(group), {.epochs = 2}, {}, ga::Accumulate{.steps = 4},
@@ -182,7 +182,7 @@ TEST_CASE("Schedule: a total that is left out is the same on all ranks") {
   for (auto& rank : ranks) CHECK(rank.rates == alone.rates);
 }
 
-TEST_CASE("Schedule: a total that is left out counts what is done of an epoch as the windows and ranks now have it") {
+TEST_CASE("Schedule: a missing total counts the rest of an epoch in the current windows and ranks") {
   struct Run {
     int ranks;
     std::int64_t steps;
@@ -209,7 +209,7 @@ TEST_CASE("Schedule: a total that is left out counts what is done of an epoch as
   fit(before, {.epochs = 1, .updates = stop});
   for (auto& rank : fit(after, {.epochs = 1, .resume = directory / "states", .allow_changes = true})) {
     CHECK(rank.rates.size() == static_cast<std::size_t>(rank.updates - stop));
-    const auto last = rank.rates.back();  // down to 0, within one update where what is done is not of whole windows
+    const auto last = rank.rates.back();  // decayed to 0, within one update if the position is inside a window
     if (stop * before.ranks * before.steps % (after.ranks * after.steps) == 0)
       CHECK(last == 1.0 / static_cast<double>(rank.updates - 2));
     CHECK(last <= 2.0 / static_cast<double>(rank.updates - 1));
@@ -217,7 +217,7 @@ TEST_CASE("Schedule: a total that is left out counts what is done of an epoch as
   }
 }
 
-TEST_CASE("Schedule: where changes are allowed, the first update has the new rate") {
+TEST_CASE("Schedule: with allow_changes, the first update has the new rate") {
   const Directory directory;
   const auto first_rate = [&](double peak, const ga::FitOptions& options) {
     auto model = make_model();

@@ -51,7 +51,7 @@ struct Data {
   }
 };
 
-/// A model whose dropout draws random numbers, an optimizer that remembers, and batches.
+/// A model with dropout, an optimizer with state, and batches.
 struct Scene {
   Data data{22, 1}, unseen{10, 2};
   ga::data::TensorBatches batches{data.inputs, data.targets, {.batch_size = 4, .shuffle = true}};
@@ -81,7 +81,7 @@ std::vector<double> losses_of(const ga::FitReport& report) {
 
 using Updates = std::vector<std::int64_t>;
 
-/// Tells others what nobody has measured.
+/// A policy: passes on made-up evaluations.
 struct Told {
   std::vector<double> losses;
   std::size_t next = 0;
@@ -100,7 +100,7 @@ struct Told {
 
 struct Killed {};
 
-/// Ends the program, as far as a training can tell, when what is listed before has saved this update.
+/// A policy: ends the training like a kill after the policies before it have saved this update.
 struct Kill {
   std::int64_t at = -1;
   ga::TrainerBase* trainer = nullptr;
@@ -113,7 +113,7 @@ struct Kill {
 
 }  // namespace
 
-TEST_CASE("Validate: finds what evaluate finds, and training goes on as if there had been none, to the bit") {
+TEST_CASE("Validate: finds the results of evaluate, and does not change the training, to the bit") {
   Scene plain, validated;
   ga::Trainer without(plain.model, plain.adam, objective, ga::Accumulate{.steps = 2});
   torch::manual_seed(3);
@@ -133,7 +133,7 @@ TEST_CASE("Validate: finds what evaluate finds, and training goes on as if there
   torch::manual_seed(3);
   const auto report = trainer.fit(validated.batches, {.epochs = 3});
   CHECK(at::equal(flat(validated.model), flat(plain.model)));
-  CHECK(updates_of(report) == Updates{2, 4, 6, 8, 9});  // 3 windows an epoch
+  CHECK(updates_of(report) == Updates{2, 4, 6, 8, 9});  // 3 windows per epoch
   REQUIRE(expected.size() == 4);
   for (std::size_t i = 0; i < 4; ++i) {
     CHECK(report.validations[i].found["loss"] == Approx(expected[i]).epsilon(1e-12));
@@ -158,7 +158,7 @@ TEST_CASE("Validate: at the end of epochs, and at each update once") {
   CHECK(updates({.every_updates = 4, .every_epochs = 2}) == Updates{4, 6, 8, 12});
 }
 
-TEST_CASE("Validate: the last is of the parameters that fit leaves, once") {
+TEST_CASE("Validate: the last one is of fit's final parameters, once") {
   const auto updates = [](ga::FitOptions options, std::int64_t stop_after = -1) {
     Scene scene;
     ga::TrainerBase* base = nullptr;
@@ -184,12 +184,12 @@ TEST_CASE("Validate: the last is of the parameters that fit leaves, once") {
   CHECK(updates({.updates = 4}) == Updates{4});
   CHECK(updates({.samples = 30}) == Updates{4});
   CHECK(updates({.updates = 0}).empty());
-  CHECK(updates({.epochs = 9}, 3) == Updates{2});  // in the middle of a window, which is stepped
+  CHECK(updates({.epochs = 9}, 3) == Updates{2});  // in the middle of a window, which is flushed
   CHECK(updates({.epochs = 9, .tail = ga::Tail::carry}, 3) == Updates{1});
   CHECK(updates({.epochs = 9, .tail = ga::Tail::drop}, 3) == Updates{1});
 }
 
-TEST_CASE("Validate: of the averages, which are out of the model again afterwards") {
+TEST_CASE("Validate: evaluates the averages, and then restores the parameters") {
   Scene scene, other;
   std::vector<double> averaged, own;
   const auto loss = [](Scene& scene) {
@@ -217,7 +217,7 @@ TEST_CASE("Validate: of the averages, which are out of the model again afterward
                     Catch::Contains("Validate: ema needs the averages"));
 }
 
-TEST_CASE("Validate: where evaluating throws, the averages are out of the model, and random numbers as before") {
+TEST_CASE("Validate: if evaluating throws, parameters and random numbers are restored") {
   Scene scene;
   bool fail = true;
   const auto failing = [&](auto& model, auto& batch) {
@@ -241,14 +241,14 @@ TEST_CASE("Validate: where evaluating throws, the averages are out of the model,
   CHECK(trainer.fit(scene.batches).validations.size() == 3);
 }
 
-TEST_CASE("Validate: several, of different names") {
+TEST_CASE("Validate: several with different names") {
   Scene scene;
   const Data seen(6, 3);
   ga::Trainer trainer(scene.model, scene.adam, objective, ga::Validate(scene.validation),
                       ga::Validate(ga::data::TensorBatches(seen.inputs, seen.targets, {.batch_size = 6}),
                                    {.every_updates = 4, .name = "test"}, ga::Accuracy{}));
   const auto report = trainer.fit(scene.batches);
-  REQUIRE(report.validations.size() == 3);  // the last of "test" is that of the end
+  REQUIRE(report.validations.size() == 3);  // the last of "test" is at the end
   CHECK(report.validations[0].name == "test");
   CHECK(report.validations[0]["test/accuracy"].has_value());
   CHECK_FALSE(report.validations[0]["loss"]);
@@ -261,7 +261,7 @@ TEST_CASE("Validate: several, of different names") {
   CHECK_THAT(text.str(), Catch::Contains("Last validation, at update 6: loss: "));
 }
 
-TEST_CASE("Validate: what it cannot do it says") {
+TEST_CASE("Validate: invalid options are refused") {
   Scene scene;
   const auto build = [&](ga::ValidateOptions options) {
     ga::Trainer(scene.model, scene.adam, objective, ga::Validate(scene.validation, options));
@@ -273,7 +273,7 @@ TEST_CASE("Validate: what it cannot do it says") {
   REQUIRE_ERROR("evaluate must not iterate over the batches that fit is iterating over", trainer.fit(scene.batches));
 }
 
-TEST_CASE("Validate: a smoke fit has one of everything") {
+TEST_CASE("Validate: a smoke fit makes one validation of each") {
   Scene scene;
   ga::Trainer trainer(scene.model, scene.adam, objective, ga::Accumulate{.steps = 2},
                       ga::Validate(scene.validation, {.every_updates = 1000}));
@@ -282,7 +282,7 @@ TEST_CASE("Validate: a smoke fit has one of everything") {
   CHECK(report.validations[0].found.samples == 3);
 }
 
-TEST_CASE("Validate: a training that goes on has all validations once, to the bit") {
+TEST_CASE("Validate: a resumed training has all validations once, to the bit") {
   const Directory directory;
   struct Outcome {
     ga::FitReport report;
@@ -317,7 +317,7 @@ TEST_CASE("Validate: a training that goes on has all validations once, to the bi
 
 namespace {
 
-/// Sends this process a signal at one of the batches that it sees.
+/// Sends this process a signal at one of its batches.
 struct Signals {
   static constexpr std::string_view name = "signals";
   std::int64_t at = -1;
@@ -422,7 +422,7 @@ TEST_CASE("Validate: each rank has its share, and the numbers are those of one p
     return trainer.fit(batches, {.epochs = 5});
   };
   const auto one = train(ga::ProcessGroup());
-  REQUIRE(one.validations.size() == 2);  // the first is better than none, the second ends it
+  REQUIRE(one.validations.size() == 2);  // the first counts as an improvement, the second ends the fit
   std::vector<ga::FitReport> ranks(2);
   tests::as_ranks(2,
                   [&](const ga::ProcessGroup& group) { ranks[static_cast<std::size_t>(group.rank())] = train(group); });
@@ -439,7 +439,7 @@ TEST_CASE("Validate: each rank has its share, and the numbers are those of one p
   }
 }
 
-TEST_CASE("Validate: the last is of all ranks, also where one has fewer batches, or stops the others") {
+TEST_CASE("Validate: the last one is over all ranks, also if one has fewer batches, or stops the others") {
   struct Stop {
     std::int64_t after, batches = 0;
     ga::TrainerBase* trainer = nullptr;
@@ -471,7 +471,7 @@ TEST_CASE("Validate: the last is of all ranks, also where one has fewer batches,
 
 namespace {
 
-/// Changes its tensors in place.
+/// A metric that changes its tensors in place.
 struct AbsoluteError {
   std::string_view name = "absolute_error";
   at::Tensor sum, count;
@@ -491,11 +491,11 @@ const auto regression = [](auto& model, auto& batch) {
 
 }  // namespace
 
-TEST_CASE("Validate: a metric that changes its tensors in place begins anew each time") {
+TEST_CASE("Validate: a metric that changes its tensors in place starts again each time") {
   const Directory directory;
   const Data data(22, 1), unseen(11, 2);
   const auto target = [](const Data& of) { return of.inputs.sum(1, /*keepdim=*/true); };
-  /// Returns the number of validations, or -1 where one is wrong.
+  /// Returns the number of validations, or -1 if one is wrong.
   const auto train = [&](const ga::ProcessGroup& group, std::int64_t until, std::optional<ga::SaveState> saving) {
     const auto share = [&](const Data& of) {
       return ga::data::TensorBatches(of.inputs, target(of),
@@ -520,7 +520,7 @@ TEST_CASE("Validate: a metric that changes its tensors in place begins anew each
                         ga::Validate(validation, {.every_updates = 1}, error), expect, ga::DataParallel{.group = group},
                         std::move(saving));
     const auto all = trainer.fit(batches, {.updates = until, .resume = resume}).validations;
-    bool right = all.size() >= expected.size() && !error.count.defined();  // the given one is as it was
+    bool right = all.size() >= expected.size() && !error.count.defined();  // the given metric is unchanged
     const auto is_last = [&](double found, std::size_t back) {
       return std::abs(found - expected[expected.size() - back]) < 1e-11;
     };
@@ -532,7 +532,7 @@ TEST_CASE("Validate: a metric that changes its tensors in place begins anew each
   };
   const ga::SaveState saving{.directory = directory / "states"};
   CHECK(train(ga::ProcessGroup(), 3, saving) == 3);
-  CHECK(train(ga::ProcessGroup(), 7, saving) == 7);  // goes on
+  CHECK(train(ga::ProcessGroup(), 7, saving) == 7);  // resumes
   std::vector<int> found(2);
   tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
     found[static_cast<std::size_t>(group.rank())] = train(group, 4, std::nullopt);
@@ -540,7 +540,7 @@ TEST_CASE("Validate: a metric that changes its tensors in place begins anew each
   CHECK(found == std::vector{4, 4});
 }
 
-TEST_CASE("Validate: a metric that is a tensor is in the report, and goes on with it") {
+TEST_CASE("Validate: a tensor metric is in the report, and is restored with it") {
   const Directory directory;
   const auto fit = [&](std::int64_t until, bool resume) {
     Scene scene;
@@ -556,7 +556,7 @@ TEST_CASE("Validate: a metric that is a tensor is in the report, and goes on wit
   CHECK((first[0].found.tensors.empty() && all[1].found.tensors.empty()));  // the last one has them
 }
 
-TEST_CASE("Validate: where a limit cuts an epoch, once, and what was not due is not counted") {
+TEST_CASE("Validate: a limit within an epoch evaluates once, and validations that were not due do not count") {
   Scene scene;
   ga::Trainer trainer(scene.model, scene.adam, objective, ga::Accumulate{.steps = 2}, ga::Validate(scene.validation));
   const auto report = trainer.fit(scene.batches, {.updates = 4});
@@ -565,7 +565,7 @@ TEST_CASE("Validate: where a limit cuts an epoch, once, and what was not due is 
   CHECK_FALSE(report.validations.back().due);
 }
 
-TEST_CASE("EarlyStopping, SaveState: the metric says which is better") {
+TEST_CASE("EarlyStopping, SaveState: the metric determines which value is better") {
   const Directory directory;
   Scene scene;
   const auto build = [&](ga::EarlyStopping stopping, auto... metrics) {
@@ -601,7 +601,7 @@ struct Largest {
 
 }  // namespace
 
-TEST_CASE("Validate: of several processes a metric that nobody can add up is an error on all") {
+TEST_CASE("Validate: with several ranks a metric without reduce is an error on all") {
   const Data data(8, 1);
   std::vector<std::string> errors(2);
   tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
@@ -620,7 +620,7 @@ TEST_CASE("Validate: of several processes a metric that nobody can add up is an 
   for (auto& error : errors) CHECK_THAT(error, Catch::Contains("must have a member reduce(ga::SumOfRanks)"));
 }
 
-TEST_CASE("EarlyStopping: the numbers decide") {
+TEST_CASE("EarlyStopping: the values decide") {
   const auto after = [](ga::EarlyStopping stopping, const std::vector<double>& numbers) {
     std::size_t i = 0;
     for (; i < numbers.size(); ++i)
@@ -644,7 +644,7 @@ TEST_CASE("EarlyStopping: the numbers decide") {
                     Catch::Contains("EarlyStopping: mode must be ga::Mode::min or ga::Mode::max for"));
 }
 
-TEST_CASE("EarlyStopping: ends a fit, says why, and does not begin again where it is resumed") {
+TEST_CASE("EarlyStopping: ends a fit, reports why, and does not continue when resumed") {
   const Directory directory;
   const auto fit = [&](std::vector<double> losses, std::size_t from, bool resume, std::int64_t most = 1000) {
     Scene scene;
@@ -656,7 +656,7 @@ TEST_CASE("EarlyStopping: ends a fit, says why, and does not begin again where i
   const auto first = fit(losses, 0, false, 3);
   CHECK(first.updates == 3);
   CHECK(first.stopped.empty());
-  const auto second = fit(losses, 3, true);  // one more that is no better, and it is over
+  const auto second = fit(losses, 3, true);  // another one without improvement ends the fit
   CHECK(second.updates == 4);
   CHECK(second.stopped == "loss was best, 2, at update 2, 2 validations ago");
   const auto third = fit(losses, 4, true);
@@ -666,7 +666,7 @@ TEST_CASE("EarlyStopping: ends a fit, says why, and does not begin again where i
   CHECK(updates_of(third) == Updates{1, 2, 3, 4});
 }
 
-TEST_CASE("EarlyStopping: a metric that nobody finds is noticed when the trainer is built") {
+TEST_CASE("EarlyStopping: a metric that no policy computes is refused when the trainer is built") {
   Scene scene;
   const auto build = [&](ga::EarlyStopping stopping) {
     ga::Trainer(scene.model, scene.adam, objective, stopping, ga::Validate(scene.validation, ga::Accuracy{}));
@@ -679,7 +679,7 @@ TEST_CASE("EarlyStopping: a metric that nobody finds is noticed when the trainer
                 ga::Trainer(scene.model, scene.adam, objective, ga::EarlyStopping{}));
 }
 
-TEST_CASE("SaveState: the best states are kept, and found") {
+TEST_CASE("SaveState: the best states are kept and can be found") {
   const Directory directory;
   const auto states = directory / "states";
   const std::vector<double> losses{5, 3, 4, 2, std::nan(""), 6, 2, 7};
@@ -700,7 +700,7 @@ TEST_CASE("SaveState: the best states are kept, and found") {
     fit({.every_updates = 3, .keep_last = 1, .keep_best = 1}, 0, 6, false);
     CHECK(names() == Names{"step-000004", "step-000006"});
     fit({.every_updates = 3, .keep_last = 1, .keep_best = 1}, 6, 8, true);
-    CHECK(names() == Names{"step-000004", "step-000008"});  // the seventh is as good, not better
+    CHECK(names() == Names{"step-000004", "step-000008"});  // the seventh is equal, not better
     Scene scene;
     ga::Trainer trainer(scene.model, scene.adam, objective, Told{}, ga::SaveState{.directory = states, .keep_best = 1});
     CHECK(ga::load(states, trainer, {.best = true}).filename() == "step-000004");
@@ -744,13 +744,13 @@ TEST_CASE("SaveState: the best states are kept, and found") {
   }
 }
 
-TEST_CASE("fit: ends after so many samples, or so long") {
+TEST_CASE("fit: ends after a number of samples, or a time") {
   const auto fit = [](ga::FitOptions options) {
     Scene scene;
     ga::Trainer trainer(scene.model, scene.adam, objective, ga::Accumulate{.steps = 2});
     return trainer.fit(scene.batches, options);
   };
-  const auto some = fit({.samples = 30});  // 8 a window, 6 at the end of an epoch
+  const auto some = fit({.samples = 30});  // 8 per window, 6 at the end of an epoch
   CHECK(some.samples == 30);
   CHECK(some.updates == 4);
   CHECK(some.stopped == "after 30 samples");

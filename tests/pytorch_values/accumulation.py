@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes accumulation.hpp: what Python's PyTorch gives for windows of micro-batches, in float64.
+"""Writes accumulation.hpp: results of Python's PyTorch for windows of micro-batches, in float64.
 
 Two settings for each optimizer: equal micro-batches, the usual loop; and uneven ones, weighted by their rows, clipped.
 Weights and data are sines of their index, so that the C++ test needs no file and no generator.
@@ -30,7 +30,7 @@ def make_model():
 
 
 def run(make, sizes, weighted):
-    """The parameters' sum of squares and their first and last element, after every update."""
+    """Returns the parameters' sum of squares and their first and last element, after every update."""
     model = make_model()
     parameters = list(model.parameters())
     optimizer = make(parameters)

@@ -14,7 +14,7 @@
 #include <functional>
 #include <memory>
 
-// The loops of accumulation.py in C++, with the accumulator; the values are what Python's PyTorch gave.
+// The loops of accumulation.py in C++, with the accumulator, compared with the results of Python's PyTorch.
 
 namespace ga = gradaccum;
 using namespace testing;
@@ -57,7 +57,7 @@ std::map<std::string, Make> optimizers() {
   return all;
 }
 
-/// Ours of the same names take the factor in their own pass.
+/// Returns our optimizers of the same names, which take the factor in their own pass.
 std::map<std::string, Make> one_pass_optimizers() {
   return optimizers_of<ga::optim::SGD, ga::optim::Adam, ga::optim::AdamW>();
 }
@@ -115,7 +115,7 @@ TEST_CASE("PyTorch's values: uneven micro-batches, weighted and clipped") {
   compare(one_pass_optimizers(), pytorch_values::uneven, uneven, true);
 }
 
-TEST_CASE("PyTorch's values: tell weighted from unweighted") {
+TEST_CASE("PyTorch's values: weighted and unweighted windows give different values") {
   const auto trace = run(optimizers().at("SGD"), uneven, false);
   CHECK(std::abs(trace.back()[0] - pytorch_values::uneven.at("SGD").back()[0]) > 1e-4);
 }

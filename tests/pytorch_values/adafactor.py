@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes adafactor.hpp: what Adafactor of Python's PyTorch and of transformers 5.23.0 gives, in float64.
+"""Writes adafactor.hpp: results of Adafactor of Python's PyTorch and of transformers 5.23.0, in float64.
 
 Parameters of 1 to 4 dimensions, and gradients that are sines of their index and of the step; so that the C++ test
 needs no file and no generator. Two groups, the second (all but the matrix) with options of its own.

@@ -7,7 +7,7 @@
 
 #include "pytorch_values/adafactor.hpp"
 
-// The steps of adafactor.py; the values are what Adafactor of Python's PyTorch, and of transformers, gave.
+// The steps of adafactor.py, compared with Adafactor of Python's PyTorch and of transformers.
 
 namespace ga = gradaccum;
 using pytorch_values::AdafactorBaseline;
@@ -15,12 +15,12 @@ using testing::waves;
 
 namespace {
 
-/// The largest relative difference to the baseline's samples.
+/// Returns the largest relative difference to the baseline's samples.
 double error_of(const AdafactorBaseline& baseline, const AdafactorBaseline& expected) {
   std::vector<at::Tensor> parameters;
   for (auto& shape : pytorch_values::adafactor_shapes)
     parameters.push_back(waves(shape, 10 * static_cast<std::int64_t>(parameters.size())).set_requires_grad(true));
-  std::vector<torch::optim::OptimizerParamGroup> groups;  // each with all its options, as Python has them
+  std::vector<torch::optim::OptimizerParamGroup> groups;  // each with all options, as in Python
   groups.emplace_back(std::vector<at::Tensor>{parameters[0]},
                       std::make_unique<ga::optim::AdafactorOptions>(baseline.matrix));
   groups.emplace_back(std::vector<at::Tensor>(parameters.begin() + 1, parameters.end()),
@@ -51,12 +51,12 @@ TEST_CASE("PyTorch's values: Adafactor, 60 steps of tensors of 1 to 4 dimensions
   }
 }
 
-TEST_CASE("PyTorch's values: tell Adafactor's settings apart") {
+TEST_CASE("PyTorch's values: Adafactor's settings give different values") {
   const auto& all = pytorch_values::adafactors;
   for (auto& [a, baseline] : all)
     for (auto& [b, expected] : all) {
       INFO(a << " against " << b);
-      // at these sizes of gradients it makes no difference where a tiny eps1 goes
+      // With gradients of this size a tiny eps1 has no effect.
       const bool same = (a == "pytorch" && b == "transformers") || (a == "transformers" && b == "pytorch");
       if (a != b && !same) CHECK(error_of(baseline, expected) > 1e-4);
     }

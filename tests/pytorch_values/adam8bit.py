@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes adam8bit.hpp: what Adam in float32 gives whose moments are kept by bitsandbytes' block-wise quantisation.
+"""Writes adam8bit.hpp: results of Adam in float32 with moments in bitsandbytes' block-wise quantization.
 
-bitsandbytes' own optimizers run on CUDA only; its maps and its dequantisation on the CPU too. Its quantisation there is not
-always to the nearest number of the map (3 of 100 second moments), so that is done here.
+bitsandbytes' optimizers run on CUDA only; its maps and its dequantization also on the CPU. Its quantization there does
+not always choose the nearest number of the map (3 of 100 second moments), so this script quantizes itself.
 """
 import bitsandbytes.functional as bnb
 import torch
@@ -34,7 +34,7 @@ def run(lr, weight_decay, coupled):
     parameter = waves(SIZE, start=0).float()
     first, second = Moment(True), Moment(False)
     for step in range(1, STEPS + 1):
-        # Not near 0, where a second moment may become 0, and differ from ours.
+        # Avoids 0, where a second moment may become 0, and differ from ours.
         gradient = waves(SIZE, start=1000 * step).float()
         gradient = 0.01 * (gradient + gradient.sign())
         if coupled:

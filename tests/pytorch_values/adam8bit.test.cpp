@@ -9,7 +9,7 @@
 
 #include "pytorch_values/adam8bit.hpp"
 
-// The steps of adam8bit.py; the values are those of an Adam with bitsandbytes' quantisation.
+// The steps of adam8bit.py, compared with an Adam with bitsandbytes' quantization.
 
 namespace ga = gradaccum;
 using namespace testing;
@@ -17,8 +17,8 @@ using namespace testing;
 namespace {
 
 struct Difference {
-  double parameters = 0;  // the largest
-  int codes = 0;          // how many
+  double parameters = 0;  // the largest difference
+  int codes = 0;          // the number of different codes
 };
 
 template <class Optimizer, class Options>
@@ -52,10 +52,10 @@ TEST_CASE("bitsandbytes' values: the optimizers with moments of 8 bits") {
   const auto& all = pytorch_values::adam8bit;
   const auto adam = difference<ga::optim::Adam8bit, Coupled>(all.at("Adam8bit"));
   const auto adamw = difference<ga::optim::AdamW8bit, Decoupled>(all.at("AdamW8bit"));
-  CHECK(adam.parameters < 2e-4);  // of 20 steps of 1e-2; a number between two codes may go either way
+  CHECK(adam.parameters < 2e-4);  // after 20 steps of 1e-2; a number between two codes may be rounded either way
   CHECK(adamw.parameters < 2e-4);
   CHECK(adam.codes <= 5);  // of 90
   CHECK(adamw.codes <= 5);
-  // Control: the one is not the other.
+  // Control: the two optimizers differ.
   CHECK(difference<ga::optim::AdamW8bit, Decoupled>(all.at("Adam8bit")).parameters > 1e-2);
 }

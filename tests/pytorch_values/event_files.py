@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes event_files.hpp: the records of PyTorch's SummaryWriter, and what TensorBoard reads from files of ours.
+"""Writes event_files.hpp: the records of PyTorch's SummaryWriter, and TensorBoard's values from files of ours.
 
 The folder event_files has two files of one run that C++ wrote, by `gradaccum.tests.pytorch_values "[write]"` in this
-folder: that of a training which was killed after step 4, and that of one which went on from step 3.
+folder: one of a training that was killed after step 4, and one of its continuation from step 3.
 """
 import math
 import pathlib
@@ -46,7 +46,7 @@ def resumed(directory):
 
 
 def records_of(file):
-    """What is framed, without checksums."""
+    """Returns the content of the records, without checksums."""
     data = file.read_bytes()
     while data:
         length, = struct.unpack("<Q", data[:8])
@@ -59,7 +59,7 @@ def is_start(record):
 
 
 def untimed(records):
-    """Without the time that each begins with, the name of the writer, and the version again before a START."""
+    """Returns records without their time, the name of the writer, and the repeated version before a START."""
     version = b"\x1a\x0dbrain.Event:2"
     records = [record[9:] for record in records]
     assert records[0].startswith(version)
@@ -67,7 +67,7 @@ def untimed(records):
 
 
 def written_by_pytorch(calls):
-    """With the START twice, since TensorBoard itself heeds the second in a directory, and others the first."""
+    """Returns PyTorch's records with the START repeated: TensorBoard uses the second in a directory, others the first."""
     with tempfile.TemporaryDirectory() as directory:
         calls(directory)
         file, = pathlib.Path(directory).iterdir()
@@ -84,7 +84,7 @@ def numbers(values):
 
 
 def read_by_tensorboard():
-    """By the class that programs use, and by the one that TensorBoard itself has, which must agree."""
+    """Reads by the class that programs use, and by the one that TensorBoard uses, which must agree."""
     events = EventAccumulator(str(FOLDER), STORE_EVERYTHING_SIZE_GUIDANCE).Reload()
     scalars = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     histograms = {tag: [(event.step, event.histogram_value) for event in events.Histograms(tag)]

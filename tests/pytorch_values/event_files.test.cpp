@@ -8,7 +8,7 @@
 
 #include "pytorch_values/event_files.hpp"
 
-// The calls of event_files.py: records are the bytes of PyTorch's SummaryWriter, and TensorBoard has read them.
+// The calls of event_files.py: records equal the bytes of PyTorch's SummaryWriter, and TensorBoard has read them.
 
 namespace ga = gradaccum;
 
@@ -39,7 +39,7 @@ std::filesystem::path write_resumed(const std::filesystem::path& directory) {
   return writer.path();
 }
 
-/// Without the time that each begins with.
+/// Returns records without their time.
 std::vector<std::string> untimed_records(const std::filesystem::path& path) {
   auto records = testing::records_of(testing::text_of(path)).whole;
   for (auto& record : records) record.erase(0, 9);
@@ -59,7 +59,7 @@ TEST_CASE("PyTorch's values: event files have the records of PyTorch's SummaryWr
 }
 
 TEST_CASE(
-    "PyTorch's values: TensorBoard reads in event files what was written, and of a killed training nothing twice") {
+    "PyTorch's values: TensorBoard reads the written values from event files, and nothing twice of a killed training") {
   const testing::Directory directory;
   write_first(directory / "run");
   write_resumed(directory / "run");

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes grad_scaler.hpp: torch.amp.GradScaler('cpu') update by update, with inf and NaN put into gradients.
 
-A loop of 24 updates for each case: scale and growth tracker are float32 and integers that C++ must match exactly; the
-parameters are float64, so that they tell the order of operations, not rounding. Weights and data are sines of their
+A loop of 24 updates for each case. Scale and growth tracker are float32 and integers that C++ must match exactly; the
+parameters are float64, so that rounding does not hide the order of operations. Weights and data are sines of their
 index, so that the C++ test needs no file and no generator.
 """
 import textwrap
@@ -33,12 +33,12 @@ CASES = {
 
 
 def make_layer(start):
-    """Weight and bias of a layer from 4 to 3."""
+    """Makes weight and bias of a layer from 4 to 3."""
     return [(0.5 * waves(3, 4, start=start)).requires_grad_(), (0.5 * waves(3, start=start + 12)).requires_grad_()]
 
 
 def run(settings, steps, clip, momentum, count):
-    """[scale, tracker, then for each layer: sum of squares, first weight, last bias], after every update."""
+    """Returns [scale, tracker, then for each layer: sum of squares, first weight, last bias], after every update."""
     layers = [make_layer(20 * i) for i in range(count)]
     optimizers = [torch.optim.SGD(layer, lr=0.05, momentum=momentum) for layer in layers]
     scaler = torch.amp.GradScaler("cpu", **settings)

@@ -13,9 +13,9 @@
 #include <memory>
 #include <vector>
 
-// The loops of grad_scaler.py in C++; the values are what Python's GradScaler gave. Scale and tracker must be equal,
-// the float64 parameters to rounding. Where the scale is no power of two, that is float32's: Python multiplies by a
-// float32 reciprocal.
+// The loops of grad_scaler.py in C++, compared with Python's GradScaler. Scale and tracker must be equal, the float64
+// parameters up to rounding. If the scale is not a power of two, that is float32's rounding, because Python multiplies
+// by a float32 reciprocal.
 
 namespace ga = gradaccum;
 using testing::waves;
@@ -35,7 +35,7 @@ struct Case {
   int steps;
   double clip, momentum;
   int layers;
-  // Of the parameters, relative and absolute.
+  // Relative and absolute, for the parameters.
   double tolerance() const { return options.growth_factor == 2 ? 1e-10 : 1e-6; }
   double margin() const { return options.growth_factor == 2 ? 0 : 2e-8; }
 };
@@ -65,7 +65,7 @@ struct Layer {
         optimizer(sgd, {.steps = c.steps}) {}
 };
 
-// How a user gets the clipping that Python's loop has.
+// The ways to get the clipping of Python's loop.
 enum class Clip { by_torch_after_unscale, by_the_accumulator };
 
 template <class SGD, class Optimizer>
@@ -81,7 +81,7 @@ void step(ga::AmpScaler& scaler, Layer<SGD>& layer, Optimizer& optimizer, double
   scaler.step(optimizer);
 }
 
-// A part of the loss whose gradient is inf, or NaN.
+// Adds a term to the loss whose gradient is inf or NaN.
 template <class SGD>
 at::Tensor spoiled(const Layer<SGD>& first, const Layer<SGD>& last, int update, bool middle) {
   at::Tensor loss = torch::zeros({}, first.weight.options());
@@ -90,7 +90,7 @@ at::Tensor spoiled(const Layer<SGD>& first, const Layer<SGD>& last, int update, 
   return loss;
 }
 
-// With the accumulators, or (windows of one) with the optimizers themselves.
+// Trains with accumulators, or (windows of one) with the optimizers.
 template <class SGD = torch::optim::SGD>
 Trace run(const Case& c, bool accumulators, Clip how, bool spoils = true, at::Device device = at::kCPU) {
   std::vector<std::unique_ptr<Layer<SGD>>> layers;
@@ -156,18 +156,18 @@ TEST_CASE("PyTorch's values: GradScaler, on a device", "[cuda]") {
       compare(c, run(c, true, how, /*spoils=*/true, at::kCUDA));
 }
 
-TEST_CASE("PyTorch's values: GradScaler, where nobody but the device knows", "[cuda]") {
+TEST_CASE("PyTorch's values: GradScaler, where only the device knows of overflows", "[cuda]") {
   if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
   for (auto c : cases) {
     c.options.on_device = true;
     for (auto how : {Clip::by_torch_after_unscale, Clip::by_the_accumulator})
       compare(c, run<ga::optim::SGD>(c, true, how, /*spoils=*/true, at::kCUDA));
     if (c.steps == 1) compare(c, run<ga::optim::SGD>(c, false, Clip::by_torch_after_unscale, true, at::kCUDA));
-    compare(c, run(c, true, Clip::by_the_accumulator, true, at::kCUDA));  // LibTorch's optimizer: the host asks
+    compare(c, run(c, true, Clip::by_the_accumulator, true, at::kCUDA));  // LibTorch's: the host reads it
   }
 }
 
-TEST_CASE("PyTorch's values: GradScaler's would be told from a loop without overflows, and from one without clipping") {
+TEST_CASE("PyTorch's values: GradScaler's differ from a loop without overflows, and from one without clipping") {
   for (auto& c : cases) {
     const auto& expected = pytorch_values::grad_scaler.at(c.name).back();
     CHECK(run(c, true, Clip::by_the_accumulator, /*spoils=*/false).back()[0] != expected[0]);

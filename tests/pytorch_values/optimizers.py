@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes optimizers.hpp: what Python's PyTorch gives for 1001 steps of each optimizer, in float64.
+"""Writes optimizers.hpp: results of Python's PyTorch for 1001 steps of each optimizer, in float64.
 
 A network 2-3-1 with sigmoids; weights and data are sines of their index, so that the C++ test needs no file and no
 generator. Two parameter groups, the second (both biases) with options of its own.

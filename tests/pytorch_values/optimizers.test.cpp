@@ -9,7 +9,7 @@
 
 #include "pytorch_values/optimizers.hpp"
 
-// The training of optimizers.py with the one-pass optimizers; the values are what Python's PyTorch gave.
+// The training of optimizers.py with the one-pass optimizers, compared with the results of Python's PyTorch.
 
 namespace ga = gradaccum;
 using testing::waves;
@@ -30,7 +30,7 @@ std::unique_ptr<torch::optim::Optimizer> make(const pytorch_values::Baseline& ba
   for (auto& parameter : model->parameters()) (parameter.dim() == 2 ? weights : biases).push_back(parameter);
   auto optimizer = std::make_unique<Optimizer>(weights, static_cast<const Options&>(*baseline.weights));
   optimizer->add_param_group({biases});
-  optimizer->param_groups()[1].set_options(baseline.biases->clone());  // as they are, not merged with the others
+  optimizer->param_groups()[1].set_options(baseline.biases->clone());  // replaced, not merged with the others
   return optimizer;
 }
 
@@ -41,7 +41,7 @@ std::unique_ptr<torch::optim::Optimizer> make(const std::string& name, const pyt
   return make<ga::optim::Adam, ga::optim::AdamOptions>(baseline, model);
 }
 
-/// The largest relative difference to the baseline's samples.
+/// Returns the largest relative difference to the baseline's samples.
 double error_of(const std::string& name, const pytorch_values::Baseline& baseline,
                 const pytorch_values::Baseline& expected) {
   auto model = make_network();
@@ -72,7 +72,7 @@ TEST_CASE("PyTorch's values: the one-pass optimizers, 1001 steps with two groups
   }
 }
 
-TEST_CASE("PyTorch's values: tell the settings apart") {
+TEST_CASE("PyTorch's values: the settings give different values") {
   const auto& all = pytorch_values::optimizers;
   CHECK(error_of("AdamW", all.at("AdamW_weight_decay"), all.at("AdamW")) > 1e-3);
   CHECK(error_of("SGD", all.at("SGD_dampening"), all.at("SGD_momentum")) > 1e-3);

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes safetensors_files.hpp: files as Python's safetensors writes them.
+"""Writes safetensors_files.hpp: files of Python's safetensors.
 
-Their numbers are bytes that count in steps, seen as each dtype: safetensors_files.test.cpp makes the same.
+Their numbers are bytes in arithmetic sequence, viewed as each dtype; safetensors_files.test.cpp makes the same.
 """
 import torch
 from safetensors.torch import save
@@ -15,12 +15,12 @@ DTYPES = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.
 
 
 def counting(dtype, size, first):
-    """`size` bytes: first, first + 37, ..."""
+    """Returns `size` bytes: first, first + 37, ..."""
     count = (torch.arange(size) * 37 + first) % (2 if dtype == "BOOL" else 256)
     return count.to(torch.uint8).view(DTYPES[dtype])
 
 
-# Metadata of one entry: Python writes several in an order of chance.
+# Metadata of one entry, because Python writes several in random order.
 FILES = {
     "every_dtype": ({f"a {name}": counting(name, 24, first) for first, name in enumerate(DTYPES)}, {"format": "pt"}),
     "shapes": ({"matrix": counting("F32", 24, 0).reshape(2, 3), "number": counting("I64", 8, 1).reshape(()),
@@ -32,7 +32,7 @@ FILES = {
 
 
 def literal(data):
-    """The bytes as C++ texts, a line each."""
+    """Returns the bytes as C++ texts, one per line."""
     lines = [""]
     for byte in data:
         if len(lines[-1]) > 100:

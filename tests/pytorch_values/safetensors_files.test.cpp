@@ -7,7 +7,7 @@
 
 #include "pytorch_values/safetensors_files.hpp"
 
-// The files of safetensors_files.py; the bytes are what Python's safetensors wrote.
+// The files of safetensors_files.py, compared with the bytes of Python's safetensors.
 
 namespace ga = gradaccum;
 using pytorch_values::safetensors_files;

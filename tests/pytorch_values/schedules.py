@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes schedules.hpp: the learning rates of Python's schedulers, ReduceLROnPlateau's too, and AveragedModel's averages.
 
-torch.optim.lr_scheduler's own are run update by update. The schedules of the transformers package are LambdaLR with the
-factors below.
+torch.optim.lr_scheduler's schedulers are run update by update. The schedules of the transformers package are LambdaLR
+with the factors below.
 """
 import math
 import textwrap
@@ -29,7 +29,7 @@ def rates_of(make_scheduler, last):
 
 
 def warmed_up(warmup, after, lowest=0.0):
-    """The factor of an update: a line from `lowest` to 1, then `after`."""
+    """Returns the factor by update: a line from `lowest` to 1, then `after`."""
     return lambda u: lowest + (1 - lowest) * u / warmup if u < warmup else after(u)
 
 
@@ -71,7 +71,7 @@ SCHEDULES = {
     "transformers_linear": (factors(warmed_up(10, falling(10, 50, SHAPES["linear"]))), 60),
     "transformers_cosine": (factors(warmed_up(10, falling(10, 50, SHAPES["cosine"]))), 60),
     "transformers_cosine_with_min_lr": (factors(warmed_up(10, falling(10, 50, SHAPES["cosine"], 0.1))), 60),
-    # One update earlier: the first has a tenth of the peak, number 9 the peak.
+    # Shifted by one update: the first has a tenth of the peak, number 9 the peak.
     "transformers_cosine_warmup_with_min_lr":
         (factors(lambda u: (u + 1) / 10 if u < 10 else falling(9, 49, SHAPES["cosine"], 0.1)(u)), 60),
     **{f"transformers_wsd_{name}":
@@ -85,7 +85,7 @@ SCHEDULES = {
 }
 LONG = [0, 1, 99, 100, 101, 1000, 2500, 4000, 4900, 4990, 4998, 4999, 5000, 5001]
 
-# What is watched: it falls, stays, falls by little, rises, is NaN and infinite, and falls again.
+# The watched metric: it falls, stays, falls by little, rises, is NaN and infinite, and falls again.
 WATCHED = [1.0, 0.8, 0.80001, 0.7999, 0.7998, 0.79, 0.9, math.nan, 0.95, 0.5, 0.5, 0.5, math.inf, 0.5, 0.49999, 0.4995,
            0.51, 0.2, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3, 0.19, 0.1899, 0.5, 0.5, 0.5, -0.1, -0.1, -0.10001, -0.2, -0.1, 0.0,
            *[-0.1] * 10]
@@ -106,7 +106,7 @@ PLATEAUS = {
 
 
 def plateau_rates(options):
-    """The rates of both groups after each number."""
+    """Returns the rates of both groups after each value."""
     optimizer = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": lr} for lr in (PEAK, PEAK / 10)])
     scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, **options)
     rates = []
@@ -141,7 +141,7 @@ def floating(module):
 
 @torch.no_grad()
 def averages(decay, warmup, buffers, eighths):
-    """All averages after each update."""
+    """Returns all averages after each update."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)).double()
     averaged = AveragedModel(model, multi_avg_fn=(ema_with_warmup if warmup else get_ema_multi_avg_fn)(decay),
                              use_buffers=buffers)
@@ -196,5 +196,5 @@ def main():
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")  # SequentialLR's, about its own calls
+    warnings.simplefilter("ignore")  # SequentialLR warns about its own calls
     main()

@@ -11,7 +11,7 @@
 
 #include <functional>
 
-// The schedulers and averages of schedules.py; the values are what Python's PyTorch gave.
+// The schedulers and averages of schedules.py, compared with the results of Python's PyTorch.
 
 namespace ga = gradaccum;
 using pytorch_values::peak;
@@ -48,7 +48,7 @@ const std::map<std::string, Rate> ours = {
     {"long_linear", ga::lr::Linear{.peak = peak, .warmup = 100, .total = 5000, .start = 0}},
 };
 
-/// The largest relative difference; of two zeros 0.
+/// Returns the largest relative difference; 0 if both are zero.
 double error_of(const Rate& rate, const pytorch_values::Rates& expected) {
   double largest = 0;
   for (std::size_t i = 0; i < expected.rates.size(); ++i) {
@@ -73,7 +73,7 @@ struct Net : torch::nn::Module {
 std::vector<at::Tensor> floating(const torch::nn::Module& module) {
   std::vector<at::Tensor> all = module.parameters();
   for (auto& buffer : module.buffers())
-    if (buffer.dim() > 0) all.push_back(buffer);  // not the count of batches, which to(kDouble) makes a double here
+    if (buffer.dim() > 0) all.push_back(buffer);  // without the count of batches, which to(kDouble) converts
   return all;
 }
 
@@ -84,7 +84,7 @@ std::vector<double> values_of(const torch::nn::Module& module) {
   return {values.const_data_ptr<double>(), values.const_data_ptr<double>() + values.numel()};
 }
 
-/// Our averages, as `expected.values` has them.
+/// Returns our averages in the form of `expected.values`.
 std::vector<std::vector<double>> averages_of(const pytorch_values::Averages& expected, double decay) {
   at::NoGradGuard no_grad;
   Net net;
@@ -122,7 +122,7 @@ TEST_CASE("PyTorch's values: learning rates") {
   CHECK(ours.size() == pytorch_values::schedules.size());
 }
 
-TEST_CASE("PyTorch's values: the tables tell the schedules apart") {
+TEST_CASE("PyTorch's values: the tables of schedules differ") {
   const auto& all = pytorch_values::schedules;
   CHECK(error_of(ours.at("CosineAnnealingLR"), all.at("CosineAnnealingLR_to_0")) > 1e-3);
   CHECK(error_of(ours.at("transformers_linear"), all.at("transformers_cosine")) > 1e-3);
@@ -155,7 +155,7 @@ TEST_CASE("PyTorch's values: ReduceLROnPlateau") {
     std::vector<double> found;
     for (const double number : pytorch_values::watched) {
       plateau.step(number, rates);
-      // Saved and loaded in between, as when a training goes on.
+      // Saves and loads in between, like a resumed training.
       ga::Archive saved;
       saved("plateau", plateau);
       Plateau other = plateau;
@@ -174,7 +174,7 @@ TEST_CASE("PyTorch's values: ReduceLROnPlateau") {
   CHECK(all.size() == pytorch_values::plateaus.size());
 }
 
-TEST_CASE("PyTorch's values: Ema's averages are those of AveragedModel") {
+TEST_CASE("PyTorch's values: Ema's averages equal AveragedModel's") {
   for (auto& [name, expected] : pytorch_values::averages) {
     INFO(name);
     const auto found = averages_of(expected, expected.decay);

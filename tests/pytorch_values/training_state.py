@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes training_state.hpp: a training that began in C++ and goes on in Python, and one that began in Python.
+"""Writes training_state.hpp: a training that began in C++ and continues in Python, and one that began in Python.
 
 The folder training_state has states that C++ wrote, by `gradaccum.tests.pytorch_values "[write]"` in this
 folder. They are read and written by the functions that docs/training_state.md shows, taken from there.

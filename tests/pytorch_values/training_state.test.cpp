@@ -10,7 +10,7 @@
 
 #include "pytorch_values/training_state.hpp"
 
-// The training of training_state.py, which is saved on one side and goes on on both.
+// The training of training_state.py, which is saved on one side and resumed on both.
 
 namespace ga = gradaccum;
 using pytorch_values::more_steps;
@@ -20,7 +20,7 @@ using testing::waves;
 namespace {
 
 struct Training {
-  // No bias before BatchNorm: its gradient is rounding alone, which AdamW makes large.
+  // No bias before BatchNorm, because its gradient is a rounding error, which AdamW enlarges.
   torch::nn::Sequential model{torch::nn::Linear(torch::nn::LinearOptions(2, 3).bias(false)), torch::nn::BatchNorm1d(3),
                               torch::nn::Linear(3, 1)};
   std::unique_ptr<ga::optim::AdamW> adamw;
@@ -30,7 +30,7 @@ struct Training {
   explicit Training(at::ScalarType dtype) {
     model->to(dtype);
     auto batches = model->named_buffers()["1.num_batches_tracked"];
-    batches.set_data(batches.to(at::kLong));  // which Python's `to` leaves as it is
+    batches.set_data(batches.to(at::kLong));  // unchanged by Python's `to`
     testing::fill_with_waves(model);
     std::vector<at::Tensor> weights, others;
     for (auto& parameter : model->parameters()) (parameter.dim() == 2 ? weights : others).push_back(parameter);
@@ -56,7 +56,7 @@ struct Training {
     archive("made", made);
   }
 
-  /// In the order of Python's state_dict.
+  /// Returns values in the order of Python's state_dict.
   std::vector<double> values() const {
     std::vector<double> all;
     for (auto& module : model->children())
@@ -85,7 +85,7 @@ double largest_difference(const std::vector<double>& a, const std::vector<double
   return largest;
 }
 
-/// The files from some state on, and the largest difference to where Python ended.
+/// Resumes from a state, and returns the largest difference to Python's final values.
 double difference_to_python(const pytorch_values::SavedTraining& saved, at::ScalarType dtype,
                             const std::function<void(Training&)>& change = {}) {
   testing::Directory directory;
@@ -97,26 +97,26 @@ double difference_to_python(const pytorch_values::SavedTraining& saved, at::Scal
   return largest_difference(training.values(), saved.continued);
 }
 
-/// What comes before the numbers.
+/// Returns the bytes before the numbers.
 std::string safetensors_head(const std::string& bytes) { return bytes.substr(0, bytes.find("}}") + 2); }
 
 }  // namespace
 
-TEST_CASE("PyTorch's values: a state that Python wrote goes on as in Python") {
+TEST_CASE("PyTorch's values: a state of Python resumes as in Python") {
   for (auto& [name, dtype] : dtypes) {
     INFO(name);
     CHECK(difference_to_python(pytorch_values::begun_in_python.at(name), dtype) < tolerance(dtype));
   }
 }
 
-TEST_CASE("PyTorch's values: a state of ours goes on in Python as here") {
+TEST_CASE("PyTorch's values: a state of ours resumes in Python as here") {
   for (auto& [name, dtype] : dtypes) {
     INFO(name);
     CHECK(difference_to_python(pytorch_values::begun_in_cpp.at(name), dtype) < tolerance(dtype));
   }
 }
 
-TEST_CASE("PyTorch's values: a training that goes on without a part of its state ends elsewhere") {
+TEST_CASE("PyTorch's values: a training that resumes without a part of its state ends with other values") {
   const auto& saved = pytorch_values::begun_in_python.at("float64");
   CHECK(difference_to_python(saved, at::kDouble, [](auto& training) { training.adamw->state().clear(); }) > 1e-3);
   CHECK(difference_to_python(saved, at::kDouble, [](auto& training) { training.run(1); }) > 1e-3);
@@ -124,7 +124,7 @@ TEST_CASE("PyTorch's values: a training that goes on without a part of its state
         1e-3);
 }
 
-TEST_CASE("PyTorch's values: the state that Python reads is what is written now") {
+TEST_CASE("PyTorch's values: the state that Python reads equals the one written now") {
   for (auto& [name, dtype] : dtypes) {
     INFO(name);
     testing::Directory directory;

@@ -16,8 +16,8 @@
 #include <type_traits>
 #include <vector>
 
-// A loop with a scaler moves the parameters as the loop without; but for overflows, which it leaves out. Any optimizer;
-// one batch a step. (Windows: amp_scaler_windows.test.cpp.)
+// A loop with a scaler gives the parameters of the loop without, except for overflows, which it skips. Tests any
+// optimizer with one batch per step; amp_scaler_windows.test.cpp tests windows.
 
 namespace ga = gradaccum;
 using namespace testing;
@@ -54,7 +54,7 @@ std::vector<Example> batches_of_8() {
 
 constexpr std::size_t spoiled = 2;  // the batch whose gradients overflow
 
-// `loop(side, scaler)` with an enabled and with a disabled scaler; `control(side, leave_out)` without one.
+// Runs `loop(side, scaler)` with an enabled and with a disabled scaler, and `control(side, leave_out)` without one.
 template <class Loop, class Control>
 void scaling_case(Loop loop, Control control, int unskipped = 3, int skipped = 1, double tolerance = 1e-6) {
   for (bool enabled : {true, false}) {
@@ -65,7 +65,7 @@ void scaling_case(Loop loop, Control control, int unskipped = 3, int skipped = 1
     control(plain, enabled && skipped > 0);
     CHECK(scaler.get_scale() == (enabled ? 128 * std::pow(2.0, unskipped) * std::pow(0.5, skipped) : 1.0));
     CHECK(distance(scaled.model, plain.model) < tolerance);
-    // Control: the batch that is left out would have been seen, and so would one step less.
+    // Control: with the overflowing batch, or without skipping a step, the result would differ.
     Side other;
     control(other, !(enabled && skipped > 0));
     CHECK(distance(scaled.model, other.model) > 1e-4);
@@ -115,7 +115,7 @@ struct One {
 
 }  // namespace
 
-TEST_CASE("AmpScaler: the loop moves the parameters as without, and leaves out what overflows") {
+TEST_CASE("AmpScaler: a loop updates the parameters as without it, and skips overflows") {
   scaling_case(scaled_loop([](Side&, ga::AmpScaler&) {}), control_loop(nothing));
 }
 
@@ -168,7 +168,7 @@ TEST_CASE("AmpScaler: a gradient penalty, a backward of a backward") {
   scaling_case(loop, control, 3, 1, 1e-5);
 }
 
-TEST_CASE("AmpScaler: micro-batches summed by hand, a step and an update every second one") {
+TEST_CASE("AmpScaler: micro-batches summed by hand, a step and an update for every second one") {
   const auto loop = [](Side& side, ga::AmpScaler& scaler) {
     const auto data = batches_of_8();
     for (std::size_t i = 0; i < data.size(); ++i) {
@@ -191,7 +191,7 @@ TEST_CASE("AmpScaler: micro-batches summed by hand, a step and an update every s
   scaling_case(loop, control, 2, 0);
 }
 
-TEST_CASE("AmpScaler: two models, two optimizers, two losses; an overflow in one leaves the other alone") {
+TEST_CASE("AmpScaler: two models, two optimizers, two losses; an overflow in one does not affect the other") {
   for (bool enabled : {true, false}) {
     const auto data = batches_of_8();
     const auto run = [&](ga::AmpScaler* scaler, bool leave_out) {
@@ -214,7 +214,7 @@ TEST_CASE("AmpScaler: two models, two optimizers, two losses; an overflow in one
         scaled[0].backward({}, /*retain_graph=*/true);
         scaled[1].backward();
         if (i == spoiled && enabled) one.overflow();
-        scaler->unscale_(one.sgd);  // one of them only
+        scaler->unscale_(one.sgd);  // only one of them
         CHECK(scaler->step(one.sgd) == !(i == spoiled && enabled));
         CHECK(scaler->step(two.sgd));
         scaler->update();
@@ -246,7 +246,7 @@ TEST_CASE("AmpScaler: several overflows before one update back off once") {
   }
 }
 
-TEST_CASE("AmpScaler: the scale follows PyTorch's own kernel, bit for bit") {
+TEST_CASE("AmpScaler: the scale equals that of PyTorch's kernel, bit for bit") {
   struct Setting {
     double init, growth, backoff;
     std::int64_t interval;
@@ -274,7 +274,7 @@ TEST_CASE("AmpScaler: the scale follows PyTorch's own kernel, bit for bit") {
   }
 }
 
-TEST_CASE("AmpScaler: grows after so many updates without an overflow, but not beyond float32") {
+TEST_CASE("AmpScaler: grows after growth_interval updates without an overflow, but not beyond float32") {
   One one;
   for (double expected : {8, 16, 16, 32}) {
     one.backward();
@@ -294,7 +294,7 @@ TEST_CASE("AmpScaler: grows after so many updates without an overflow, but not b
   }
 }
 
-TEST_CASE("AmpScaler: inf and NaN are found wherever they are: dtype, layout, shape, position") {
+TEST_CASE("AmpScaler: inf and NaN are found in every dtype, layout, shape and position") {
   const auto parameters = [] {
     std::vector<at::Tensor> all{
         torch::ones({2}),    torch::ones({2, 3}), torch::ones({2}, at::kDouble),      torch::ones({3}, at::kBFloat16),
@@ -355,7 +355,7 @@ TEST_CASE("AmpScaler: duplicates in a sparse gradient whose sum overflows") {
   }
 }
 
-TEST_CASE("AmpScaler: a sparse embedding learns as without") {
+TEST_CASE("AmpScaler: a sparse embedding learns as without a scaler") {
   const auto run = [](bool scaled) {
     torch::manual_seed(1);
     torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(6, 3).sparse(true));
@@ -407,7 +407,7 @@ TEST_CASE("AmpScaler: float16 parameters are refused before anything changes, by
   ga::GradAccumulator accumulator(sgd, {.steps = 2, .accumulate_in = at::kFloat});
   REQUIRE_ERROR("must not be float16", scaler.step(accumulator));
   CHECK(accumulator.micro_steps() == 0);
-  half.set_requires_grad(false);  // frozen, it is never stepped
+  half.set_requires_grad(false);  // a frozen parameter is never stepped
   half.mutable_grad().reset();
   CHECK(scaler.step(sgd));
   ga::AmpScaler disabled({.enabled = false});
@@ -415,7 +415,7 @@ TEST_CASE("AmpScaler: float16 parameters are refused before anything changes, by
   CHECK(disabled.step(sgd));
 }
 
-TEST_CASE("AmpScaler: unscale_ gives gradients their true size, at once and once") {
+TEST_CASE("AmpScaler: unscale_ divides gradients by the scale immediately and only once") {
   One one;
   one.backward(2);
   CHECK(one.weight.grad()[0].item<float>() == 16);
@@ -438,20 +438,20 @@ TEST_CASE("AmpScaler: unscale_ gives gradients their true size, at once and once
   CHECK(one.value() == -4);
 }
 
-TEST_CASE("AmpScaler: what unscale_ found stands, whether gradients are mended or spoiled after it") {
+TEST_CASE("AmpScaler: the result of unscale_ stands, also if gradients change after it") {
   for (bool overflow : {false, true}) {
     One one;
     one.backward(overflow ? inf : 2);
     one.scaler.unscale_(one.sgd);
     fill_gradient(one.weight, overflow ? 1 : inf);
     CHECK(one.scaler.step(one.sgd) == !overflow);
-    CHECK(std::isinf(one.value()) == !overflow);  // as it is written
+    CHECK(std::isinf(one.value()) == !overflow);  // as written by the user
     one.scaler.update();
     CHECK(one.scaler.get_scale() == (overflow ? 4 : 8));
   }
 }
 
-TEST_CASE("AmpScaler: without unscale_ it is the gradients as they are at step that count") {
+TEST_CASE("AmpScaler: without unscale_ the gradients at the time of step count") {
   One one;
   one.backward(2);
   fill_gradient(one.weight, not_a_number);
@@ -459,7 +459,7 @@ TEST_CASE("AmpScaler: without unscale_ it is the gradients as they are at step t
   CHECK(one.value() == 0);
 }
 
-TEST_CASE("AmpScaler: a user who unscales and then does not step has said enough for update") {
+TEST_CASE("AmpScaler: unscale_ without step is enough for update") {
   for (bool overflow : {false, true}) {
     One one;
     one.backward(overflow ? not_a_number : 2);
@@ -487,7 +487,7 @@ TEST_CASE("AmpScaler: update with nothing recorded does nothing") {
   CHECK(one.tracker() == 1);
 }
 
-TEST_CASE("AmpScaler: without gradients nothing moves, and nothing grows") {
+TEST_CASE("AmpScaler: without gradients nothing is updated, and the scale does not grow") {
   One one;
   torch::optim::SGD empty(std::vector<at::Tensor>{}, torch::optim::SGDOptions(1.0));
   const c10::WarningUtils::WarnAlways each_time;
@@ -513,7 +513,7 @@ TEST_CASE("AmpScaler: update(new_scale)") {
   one.scaler.update(1000);
   CHECK(one.scaler.get_scale() == 1000);
   one.scaler.update();
-  CHECK(one.scaler.get_scale() == 1000);  // what was recorded went with the old scale
+  CHECK(one.scaler.get_scale() == 1000);  // results with the old scale are dropped
   one.sgd.zero_grad();
   one.backward(2);
   CHECK(one.weight.grad()[0].item<float>() == 2000);
@@ -525,7 +525,7 @@ TEST_CASE("AmpScaler: update(new_scale)") {
   CHECK(one.scaler.get_scale() == 1000);
 }
 
-TEST_CASE("AmpScaler: scales tensors of any shape and dtype, in float32 where one number is float16") {
+TEST_CASE("AmpScaler: scales tensors of any shape and dtype, a single float16 number in float32") {
   ga::AmpScaler scaler({.init_scale = 65536});
   const auto half = torch::full({}, 2.0, at::kHalf);
   CHECK(scaler.scale(half).scalar_type() == at::kFloat);
@@ -542,7 +542,7 @@ TEST_CASE("AmpScaler: scales tensors of any shape and dtype, in float32 where on
   CHECK(scaler.scale(torch::ones({})).item<float>() == 2);
 }
 
-TEST_CASE("AmpScaler: a scaled loss outlives a change of the scale, and a first call without gradients") {
+TEST_CASE("AmpScaler: a scaled loss is valid after a change of the scale, and after a first call without gradients") {
   One one;
   {
     c10::InferenceMode inference;
@@ -573,7 +573,7 @@ TEST_CASE("AmpScaler: a weighted loss keeps its value; its seed is scaled") {
   CHECK(disabled.scale(ga::Loss{weight.sum()}).mean.item<float>() == 2);
 }
 
-TEST_CASE("AmpScaler: disabled, it only steps") {
+TEST_CASE("AmpScaler: a disabled scaler only steps") {
   One one;
   ga::AmpScaler scaler({.init_scale = 8, .enabled = false});
   CHECK_FALSE(scaler.is_enabled());
@@ -593,7 +593,7 @@ TEST_CASE("AmpScaler: disabled, it only steps") {
   CHECK(scaler.state_dict().empty());
   scaler.load_state_dict({});
   fill_gradient(one.weight, inf);
-  CHECK(scaler.step(one.sgd));  // nobody looks
+  CHECK(scaler.step(one.sgd));  // overflows are not checked
   CHECK(std::isinf(one.value()));
   ga::GradAccumulator accumulator(one.sgd, {.steps = 2});
   fill_gradient(one.weight, 1);
@@ -645,7 +645,7 @@ TEST_CASE("AmpScaler: options and setters out of range") {
   CHECK(scaler.get_scale() == 65536);
 }
 
-TEST_CASE("AmpScaler: min_scale is a loud end to endless backing off") {
+TEST_CASE("AmpScaler: min_scale ends endless backing off with an error") {
   One one;
   ga::AmpScaler scaler({.init_scale = 4, .min_scale = 2});
   const auto overflow = [&] {
@@ -667,7 +667,7 @@ TEST_CASE("AmpScaler: min_scale is a loud end to endless backing off") {
   REQUIRE_ERROR("new_scale must be >= min_scale (2), got 1", scaler.update(1.0));
   scaler.update(64);
   CHECK(scaler.get_scale() == 64);
-  // Without one, it ends where the scale would be 0.
+  // Without min_scale, the error comes when the scale would be 0.
   ga::AmpScaler tiny({.init_scale = 1e-44});
   for (int i = 0; i < 2; ++i) {
     fill_gradient(one.weight, not_a_number);
@@ -680,7 +680,7 @@ TEST_CASE("AmpScaler: min_scale is a loud end to endless backing off") {
   REQUIRE_ERROR("AmpScaler: the scale must stay > 0", tiny.update());
 }
 
-TEST_CASE("AmpScaler: state_dict has Python's entries, load_state_dict takes them, before and after the first use") {
+TEST_CASE("AmpScaler: state_dict has Python's entries, load_state_dict accepts them before and after the first use") {
   for (bool used : {false, true}) {
     One one;
     ga::AmpScaler from({.init_scale = 3, .growth_factor = 4, .backoff_factor = 0.5, .growth_interval = 2}),
@@ -711,7 +711,7 @@ TEST_CASE("AmpScaler: state_dict has Python's entries, load_state_dict takes the
   }
 }
 
-TEST_CASE("AmpScaler: a state that is not one changes nothing") {
+TEST_CASE("AmpScaler: an invalid state changes nothing") {
   ga::AmpScaler scaler({.init_scale = 4, .min_scale = 0.5});
   const auto good = scaler.state_dict();
   REQUIRE_ERROR("AmpScaler: the state must not be empty; it was saved by a scaler that was disabled",
@@ -725,7 +725,7 @@ TEST_CASE("AmpScaler: a state that is not one changes nothing") {
       auto bad = good;
       for (auto& [other, number] : bad) number = other == "scale" ? 8 : number;
       bad[key] = wrong;
-      if (key == "growth_factor" && wrong == 1e300) continue;  // strange, but a factor
+      if (key == "growth_factor" && wrong == 1e300) continue;  // unusual, but valid
       INFO(key << " = " << wrong);
       REQUIRE_ERROR("AmpScaler: " + key + " must be", scaler.load_state_dict(bad));
     }
@@ -773,7 +773,7 @@ TEST_CASE("AmpScaler: a growth interval set below the count is due at the next u
   CHECK(one.scaler.get_scale() == 16);
 }
 
-TEST_CASE("AmpScaler: with autocast, float16 gradients that would vanish do not") {
+TEST_CASE("AmpScaler: with autocast, float16 gradients do not vanish") {
   const auto run = [](bool scaled, bool autocast) {
     auto weight = torch::full({4, 4}, 0.5).set_requires_grad(true);
     torch::optim::SGD sgd({weight}, torch::optim::SGDOptions(1e6));
@@ -787,10 +787,10 @@ TEST_CASE("AmpScaler: with autocast, float16 gradients that would vanish do not"
     return weight.detach().clone();
   };
   CHECK(distance(run(true, true), run(false, false)) < 1e-4);
-  CHECK(run(false, true).equal(torch::full({4, 4}, 0.5)));  // control: without a scaler they are gone
+  CHECK(run(false, true).equal(torch::full({4, 4}, 0.5)));  // control: without a scaler they vanish
 }
 
-TEST_CASE("AmpScaler: with autocast, training is that of float32 to float16's precision") {
+TEST_CASE("AmpScaler: with autocast, training matches float32 to float16's precision") {
   const auto run = [](bool amp) {
     Side side;
     side.sgd.param_groups()[0].options().set_lr(0.1);
@@ -840,7 +840,7 @@ TEST_CASE("AmpScaler: every optimizer of LibTorch, also by reference to its base
   compare([](Parameters p) { return std::make_unique<Adagrad>(p, AdagradOptions(0.01)); });
 }
 
-TEST_CASE("AmpScaler: an overflow leaves the optimizer's state as it was") {
+TEST_CASE("AmpScaler: an overflow does not change the optimizer's state") {
   auto model = make_model(at::kFloat);
   torch::optim::AdamW adam(model->parameters(), torch::optim::AdamWOptions(0.1));
   ga::AmpScaler scaler;
@@ -855,7 +855,7 @@ TEST_CASE("AmpScaler: an overflow leaves the optimizer's state as it was") {
 
 namespace {
 
-// No virtual functions, no base class.
+// An optimizer without virtual functions or a base class.
 struct UserMade {
   std::vector<torch::optim::OptimizerParamGroup> groups;
   int steps = 0;
@@ -871,7 +871,7 @@ struct UserMade {
   }
 };
 
-// Takes the factor; LibTorch's base class does not come first. Spoils its gradients, though it should not.
+// An optimizer that takes the factor, whose first base class is not LibTorch's. Wrongly changes gradients.
 struct Taking : ga::TakesGradients, torch::optim::SGD {
   using SGD::SGD;
   at::Tensor step(LossClosure closure = nullptr) override { return SGD::step(closure); }
@@ -902,7 +902,7 @@ TEST_CASE("AmpScaler: a user-made optimizer") {
   CHECK(scaler.get_scale() == 4);
 }
 
-TEST_CASE("AmpScaler: an optimizer that takes the factor, by whichever of its base classes") {
+TEST_CASE("AmpScaler: an optimizer that takes the factor, through any of its base classes") {
   auto weight = torch::zeros({2}).set_requires_grad(true);
   Taking optimizer({weight}, torch::optim::SGDOptions(1.0));
   torch::optim::Optimizer& reference = optimizer;
@@ -912,7 +912,7 @@ TEST_CASE("AmpScaler: an optimizer that takes the factor, by whichever of its ba
   REQUIRE_ERROR("has already been called", scaler.step(optimizer));
   CHECK(weight[0].item<float>() == -2);
   scaler.update();
-  CHECK(scaler.get_scale() == 16);  // it was finite when it was judged
+  CHECK(scaler.get_scale() == 16);  // it was finite when it was checked
   optimizer.zero_grad();
   scaler.scale((weight * 2).sum()).backward();
   scaler.unscale_(optimizer);

@@ -14,7 +14,7 @@
 #include <optional>
 #include <vector>
 
-// A scaler and accumulators: the scale stands still under an open window, and no window is divided twice or not at all.
+// A scaler and accumulators: the scale does not change while a window is open, and each window is divided exactly once.
 
 namespace ga = gradaccum;
 using namespace testing;
@@ -23,7 +23,7 @@ namespace {
 
 constexpr double inf = std::numeric_limits<double>::infinity();
 
-// A parameter whose gradient is the slope of its loss, and an accumulator: after a window of slopes 2 and 4 it is -3.
+// A parameter whose gradient is the slope of its loss, and an accumulator. A window of slopes 2 and 4 moves it to -3.
 struct One {
   at::Tensor weight = torch::zeros({2}).set_requires_grad(true);
   torch::optim::SGD sgd{{weight}, torch::optim::SGDOptions(1.0)};
@@ -33,7 +33,7 @@ struct One {
   at::Tensor loss(double slope) const { return (weight * slope).sum(); }
   double value() const { return weight[0].item<double>(); }
   double gradient() const { return weight.grad().defined() ? weight.grad()[0].item<double>() : 0; }
-  // As a loop does it.
+  // Runs a micro-batch as a loop does.
   bool micro_batch(ga::AmpScaler& scaler, double slope) {
     scaler.scale(loss(slope)).backward();
     const bool moved = scaler.step(optimizer);
@@ -44,7 +44,7 @@ struct One {
 
 double tracker(const ga::AmpScaler& scaler) { return scaler.state_dict().at("_growth_tracker"); }
 
-// All ways to train through windows of 4, the last one shorter: with or without scaler, weighted, clipped.
+// Trains in windows of 4, the last one shorter: with or without scaler, weights and clipping.
 enum class Clip { none, of_the_accumulator, after_unscale };
 template <class AdamW = torch::optim::AdamW>
 at::Tensor train(bool scaled, bool weighted, Clip clip, double init_scale = 1024, bool update_always = true) {
@@ -78,17 +78,17 @@ at::Tensor train(bool scaled, bool weighted, Clip clip, double init_scale = 1024
 
 }  // namespace
 
-TEST_CASE("AmpScaler, windows: scaled training is training, the shorter last window included") {
+TEST_CASE("AmpScaler, windows: scaled training equals unscaled training, the shorter last window included") {
   for (bool weighted : {false, true})
     for (auto clip : {Clip::none, Clip::of_the_accumulator, Clip::after_unscale}) {
       INFO("weighted " << weighted << ", clip " << int(clip));
       const auto plain = train(false, weighted, clip);
-      const double tolerance = clip == Clip::none ? 0 : 1e-6;  // a norm is rounded
+      const double tolerance = clip == Clip::none ? 0 : 1e-6;  // the norm is rounded
       CHECK(distance(train(true, weighted, clip), plain) <= tolerance);
       CHECK(distance(train(true, weighted, clip, 1024, /*update_always=*/false), plain) <= tolerance);
       CHECK(distance(train(true, weighted, clip, 1000), plain) < 1e-5);
     }
-  // Controls: weights and clipping were at work.
+  // Controls: weights and clipping had an effect.
   CHECK(distance(train(true, true, Clip::none), train(true, false, Clip::none)) > 1e-4);
   CHECK(distance(train(true, true, Clip::of_the_accumulator), train(true, true, Clip::none)) > 1e-7);
 }
@@ -115,13 +115,13 @@ TEST_CASE("AmpScaler, windows: an optimizer that takes the scale, the mean and t
   CHECK(adam.state().empty());
 }
 
-TEST_CASE("AmpScaler, windows: inside one, step counts micro-batches, and update does nothing") {
+TEST_CASE("AmpScaler, windows: inside a window step counts micro-batches, and update does nothing") {
   One one(3);
   ga::AmpScaler scaler({.init_scale = 8, .growth_interval = 1});
   for (int i = 0; i < 2; ++i) {
     CHECK_FALSE(one.micro_batch(scaler, 1 + i));
     CHECK(one.optimizer.micro_steps() == i + 1);
-    for (int j = 0; j < i; ++j) scaler.update();  // may be called, or not
+    for (int j = 0; j < i; ++j) scaler.update();  // calling update is optional
     CHECK(scaler.get_scale() == 8);
     CHECK(one.gradient() == (i == 0 ? 8 : 24));
   }
@@ -163,7 +163,7 @@ TEST_CASE("AmpScaler, windows: an overflow in any micro-batch discards the windo
       }
 }
 
-TEST_CASE("AmpScaler, windows: what unscale_ found stands") {
+TEST_CASE("AmpScaler, windows: the result of unscale_ stands") {
   for (bool overflow : {false, true}) {
     One one;
     ga::AmpScaler scaler({.init_scale = 8});
@@ -182,7 +182,7 @@ TEST_CASE("AmpScaler, windows: what unscale_ found stands") {
   }
 }
 
-TEST_CASE("AmpScaler, windows: unscale_ inside one is an error that says where to put it") {
+TEST_CASE("AmpScaler, windows: unscale_ inside a window is an error that says where to call it") {
   One one;
   ga::AmpScaler scaler({.init_scale = 8});
   scaler.scale(one.loss(2)).backward();
@@ -208,7 +208,7 @@ TEST_CASE("AmpScaler, windows: gradients that the user applied before the scaler
   CHECK(one.value() == -2);
 }
 
-TEST_CASE("AmpScaler, windows: a flush is heard at update, or when the next window begins; once") {
+TEST_CASE("AmpScaler, windows: a flush counts at update, or when the next window begins, but only once") {
   for (bool overflow : {false, true})
     for (bool update : {false, true}) {
       One one(4);
@@ -221,14 +221,14 @@ TEST_CASE("AmpScaler, windows: a flush is heard at update, or when the next wind
       CHECK(scaler.get_scale() == (overflow && update ? 4 : 8));
       scaler.update();
       CHECK(scaler.get_scale() == (overflow ? 4 : 8));
-      CHECK(one.value() == (overflow ? -4 : -6));  // stepped cleanly: it stays
+      CHECK(one.value() == (overflow ? -4 : -6));  // stepped without an overflow
       CHECK(tracker(scaler) == (overflow ? update : update + 1));
       scaler.update();
       CHECK(tracker(scaler) == (overflow ? update : update + 1));
     }
 }
 
-TEST_CASE("AmpScaler, windows: one that was discarded has nothing to say, unless it was unscaled") {
+TEST_CASE("AmpScaler, windows: a discarded window does not count, unless it was unscaled") {
   for (bool overflow : {false, true})
     for (bool unscale : {false, true})
       for (bool goes_on : {false, true}) {
@@ -259,7 +259,7 @@ TEST_CASE("AmpScaler, windows: growth waits until no window is open") {
   CHECK(three.value() == -4);
 }
 
-TEST_CASE("AmpScaler, windows: what was clean while another was open counts once, when none is") {
+TEST_CASE("AmpScaler, windows: clean windows while another was open count once, when none is open") {
   One one(1), two(2);
   ga::AmpScaler scaler({.init_scale = 8, .growth_interval = 2});
   CHECK_FALSE(two.micro_batch(scaler, 1));
@@ -275,7 +275,7 @@ TEST_CASE("AmpScaler, windows: what was clean while another was open counts once
   CHECK(tracker(scaler) == 1);
 }
 
-TEST_CASE("AmpScaler, windows: where an overflow changes the scale, windows that have the old one are discarded") {
+TEST_CASE("AmpScaler, windows: if an overflow changes the scale, windows with the old one are discarded") {
   for (bool flush : {false, true}) {
     One one(1), two(2), three(3);
     ga::AmpScaler scaler({.init_scale = 8});
@@ -283,7 +283,7 @@ TEST_CASE("AmpScaler, windows: where an overflow changes the scale, windows that
     CHECK_FALSE(two.micro_batch(scaler, inf));
     CHECK_FALSE(three.micro_batch(scaler, 5));
     scaler.update();
-    CHECK(tracker(scaler) == 0);  // waits
+    CHECK(tracker(scaler) == 0);  // growth waits
     if (flush) {
       CHECK_FALSE(two.optimizer.flush());
       CHECK(three.gradient() == 40);
@@ -319,7 +319,7 @@ TEST_CASE("AmpScaler, windows: update(new_scale) discards open windows, if it is
   }
 }
 
-TEST_CASE("AmpScaler, windows: an update that throws leaves them open") {
+TEST_CASE("AmpScaler, windows: an update that throws leaves windows open") {
   One one(1), two(2);
   ga::AmpScaler scaler({.init_scale = 8, .min_scale = 8});
   two.micro_batch(scaler, 2);
@@ -337,13 +337,13 @@ TEST_CASE("AmpScaler, windows: a state is not loaded under an open window") {
   one.micro_batch(scaler, 2);
   REQUIRE_ERROR("AmpScaler: load_state_dict() must not be called inside a window", scaler.load_state_dict(state));
   one.micro_batch(scaler, 4);
-  scaler.load_state_dict(state);  // what was recorded is forgotten
+  scaler.load_state_dict(state);  // earlier results are dropped
   scaler.update();
   CHECK(tracker(scaler) == 0);
   CHECK(one.value() == -3);
 }
 
-TEST_CASE("AmpScaler, windows: accumulators may end before the scaler, and another begin in their place") {
+TEST_CASE("AmpScaler, windows: accumulators may be destroyed before the scaler, and others created at their address") {
   ga::AmpScaler scaler({.init_scale = 8, .growth_interval = 1});
   std::optional<One> one;
   for (int i = 0; i < 3; ++i) {
@@ -363,7 +363,7 @@ TEST_CASE("AmpScaler, windows: accumulators may end before the scaler, and anoth
   CHECK(one->value() == -3);
 }
 
-TEST_CASE("AmpScaler, windows: without weight or gradients nothing moves, and nothing grows") {
+TEST_CASE("AmpScaler, windows: without weight or gradients nothing is updated, and the scale does not grow") {
   One one;
   ga::AmpScaler scaler({.init_scale = 8, .growth_interval = 1});
   for (int i = 0; i < 2; ++i) {
@@ -379,7 +379,7 @@ TEST_CASE("AmpScaler, windows: without weight or gradients nothing moves, and no
   CHECK_FALSE(one.optimizer.flush());
 }
 
-TEST_CASE("AmpScaler, windows: a scaled, weighted window that the scaler does not step is noticed") {
+TEST_CASE("AmpScaler, windows: a scaled, weighted window that the scaler does not step is detected") {
   for (bool flush : {false, true})
     for (bool joined : {false, true}) {
       One one(flush ? 4 : 2);
@@ -390,7 +390,7 @@ TEST_CASE("AmpScaler, windows: a scaled, weighted window that the scaler does no
       const auto close = [&] { return flush ? one.optimizer.flush() : one.optimizer.step(); };
       if (!joined) REQUIRE_ERROR("call scaler.step(optimizer) instead", close());
       CHECK(one.value() == 0);
-      if (!joined && flush) CHECK_FALSE(scaler.step(one.optimizer));  // nothing has changed: it can be put right
+      if (!joined && flush) CHECK_FALSE(scaler.step(one.optimizer));  // nothing changed, so it can be repeated
       CHECK((joined || flush ? close() : scaler.step(one.optimizer)));
       CHECK(one.value() == -3);
     }
@@ -414,7 +414,7 @@ TEST_CASE("AmpScaler, windows: an exception in the middle") {
   for (double slope : {2, 4}) CHECK(micro_batch(slope) == (slope == 4));
   CHECK(weight[0].item<float>() == -3);
   scaler.update();
-  // Gradients that vanish: the accumulator's error, and the scaler goes on.
+  // If gradients vanish, the accumulator throws, and the scaler can continue.
   optimizer.zero_grad();
   micro_batch(2);
   weight.mutable_grad().reset();
@@ -461,7 +461,7 @@ TEST_CASE("AmpScaler, windows: sparse gradients") {
   CHECK(run(true).equal(run(false)));
 }
 
-TEST_CASE("AmpScaler, windows: an accumulator around a reference, and one optimizer beside it") {
+TEST_CASE("AmpScaler, windows: an accumulator around a reference, and a separate optimizer") {
   One one(2), plain(1);
   torch::optim::Optimizer& reference = one.sgd;
   ga::GradAccumulator optimizer(reference, {.steps = 2});
@@ -479,7 +479,7 @@ TEST_CASE("AmpScaler, windows: an accumulator around a reference, and one optimi
   CHECK(plain.value() == -12);
 }
 
-TEST_CASE("AmpScaler, windows: with autocast, micro-batches are one large batch to float16's precision") {
+TEST_CASE("AmpScaler, windows: with autocast, micro-batches match one large batch to float16's precision") {
   const auto data = make_batches({4, 4, 4, 4, 4, 4, 4, 4}, at::kFloat);
   const auto run = [&](bool amp) {
     auto model = make_model(at::kFloat);

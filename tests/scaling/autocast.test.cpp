@@ -19,7 +19,7 @@
 #include <type_traits>
 #include <vector>
 
-// Operations run in 16 bits inside a scope, and nothing is left of it behind its end.
+// Operations run in 16 bits inside a scope, and its end restores everything.
 
 namespace ga = gradaccum;
 namespace autocast = at::autocast;
@@ -52,7 +52,7 @@ bool is_kept(const at::Tensor& weight, at::ScalarType dtype) {
   return autocast::cached_cast(dtype, weight, at::kCPU).is_same(autocast::cached_cast(dtype, weight, at::kCPU));
 }
 
-// What the scope does, but for the one thing that it adds: LibTorch finds casts of another dtype.
+// Sets LibTorch's flags as the scope does, without its handling of casts to another dtype.
 struct FlagsOnly {
   explicit FlagsOnly(at::ScalarType dtype) {
     autocast::set_autocast_enabled(at::kCPU, true);
@@ -85,7 +85,7 @@ TEST_CASE("Autocast: products run in 16 bits, the loss and all gradients in floa
   }
 }
 
-TEST_CASE("Autocast: the device is a type, a name, or where a tensor lies; its own dtype is the default") {
+TEST_CASE("Autocast: the device is a type, a name, or a tensor's; its dtype is the default") {
   Product product;
   const auto dtype_in = [&](auto device) {
     ga::Autocast scope(device);
@@ -101,7 +101,7 @@ TEST_CASE("Autocast: the device is a type, a name, or where a tensor lies; its o
   CHECK(autocast::is_autocast_enabled(at::kCUDA));
 }
 
-TEST_CASE("Autocast: on the way out all is as it was, after an exception too") {
+TEST_CASE("Autocast: the end of the scope restores everything, after an exception too") {
   const State before;
   {
     ga::Autocast outer(at::kCPU, at::kHalf, true, false);
@@ -113,7 +113,7 @@ TEST_CASE("Autocast: on the way out all is as it was, after an exception too") {
     {
       ga::Autocast inner(at::kCPU, at::kBFloat16);
       CHECK(State().nesting == before.nesting + 2);
-      CHECK_FALSE(State().cache_enabled);  // as it was around it
+      CHECK_FALSE(State().cache_enabled);  // as in the outer scope
       ga::Autocast disabled("cpu", {}, false);
       CHECK_FALSE(State().enabled);
       ga::Autocast cuda(at::kCUDA, at::kBFloat16, true, true);
@@ -130,7 +130,7 @@ TEST_CASE("Autocast: on the way out all is as it was, after an exception too") {
   CHECK(State() == before);
 }
 
-TEST_CASE("Autocast: what it does not take changes nothing") {
+TEST_CASE("Autocast: invalid arguments change nothing") {
   const State before;
   for (auto dtype : {at::kFloat, at::kDouble, at::kInt})
     REQUIRE_ERROR("Autocast: dtype must be bfloat16 or float16, got", ga::Autocast(at::kCPU, dtype));
@@ -141,7 +141,7 @@ TEST_CASE("Autocast: what it does not take changes nothing") {
   CHECK(Product()().scalar_type() == at::kFloat);
 }
 
-TEST_CASE("Autocast: a disabled part runs in float32, whatever is around it") {
+TEST_CASE("Autocast: a disabled part runs in float32, in any outer scope") {
   Product product;
   ga::Autocast outer(at::kCPU);
   const auto half = product();
@@ -156,7 +156,7 @@ TEST_CASE("Autocast: a disabled part runs in float32, whatever is around it") {
   CHECK(product().scalar_type() == at::kHalf);
 }
 
-TEST_CASE("Autocast: a cast made without gradients does not make later gradients vanish") {
+TEST_CASE("Autocast: a cast without gradients does not make later gradients vanish") {
   Product product;
   for (bool nested : {false, true})
     for (int how = 0; how < 4; ++how) {
@@ -175,12 +175,12 @@ TEST_CASE("Autocast: a cast made without gradients does not make later gradients
         CHECK_FALSE(without().requires_grad());
       } else if (how == 2) {
         product.weight.set_requires_grad(false);
-        CHECK_FALSE(product.learns(without()));  // control: this is what vanished gradients look like
+        CHECK_FALSE(product.learns(without()));  // control: vanished gradients are detected
         product.weight.set_requires_grad(true);
       } else {
         std::thread([&] {
           at::NoGradGuard no_grad;
-          autocast::increment_nesting();  // stays open: what it has cast is kept
+          autocast::increment_nesting();  // stays open, so casts are kept
           ga::Autocast other(at::kCPU);
           product();
         }).join();
@@ -210,14 +210,14 @@ TEST_CASE("Autocast: a parameter is cast once, until the outermost scope ends") 
     const auto before = product();
     at::NoGradGuard no_grad;
     product.weight.zero_();
-    CHECK(product().equal(before));  // control: why a scope must not be held across a step
+    CHECK(product().equal(before));  // control: the old cast is used after an update
   }
   ga::Autocast next(at::kCPU);
   CHECK_FALSE(kept.is_same(autocast::cached_cast(at::kBFloat16, product.weight, at::kCPU)));
   CHECK(product().abs().sum().item<float>() == 0);
 }
 
-TEST_CASE("Autocast: scopes of both dtypes nest, before and after a cast is kept") {
+TEST_CASE("Autocast: scopes of both dtypes nest, before and after a cast is cached") {
   Product product;
   {
     ga::Autocast outer(at::kCPU, at::kBFloat16);
@@ -230,7 +230,7 @@ TEST_CASE("Autocast: scopes of both dtypes nest, before and after a cast is kept
     CHECK(product().scalar_type() == at::kBFloat16);
     CHECK(product.learns(product()));
   }
-  FlagsOnly outer(at::kBFloat16);  // control: with LibTorch's flags alone it cannot be done
+  FlagsOnly outer(at::kBFloat16);  // control: LibTorch's flags alone give another result
   product();
   FlagsOnly inner(at::kHalf);
   REQUIRE_ERROR("same dtype", product());
@@ -248,7 +248,7 @@ TEST_CASE("Autocast: a scope belongs to its thread") {
   CHECK(State().nesting == 1);
 }
 
-TEST_CASE("Autocast: threads that train at the same time do not disturb each other") {
+TEST_CASE("Autocast: threads that train at the same time do not affect each other") {
   const auto train = [](at::Tensor& result) {
     const auto x = torch::ones({8, 4}), y = torch::ones({8, 3});
     const auto weight = torch::full({4, 3}, 0.5).set_requires_grad(true);
@@ -273,7 +273,7 @@ TEST_CASE("Autocast: threads that train at the same time do not disturb each oth
   for (auto& result : results) CHECK(result.equal(alone));
 }
 
-TEST_CASE("Autocast: under an accumulator, micro-batches sum up to what they sum up to by hand") {
+TEST_CASE("Autocast: under an accumulator, micro-batches sum up as by hand") {
   const auto data = make_batches({4, 4, 4, 4, 4, 4, 4, 4}, at::kFloat);
   const auto forward = [](auto& model, auto& batch, bool enabled) {
     ga::Autocast scope(at::kCPU, at::kBFloat16, enabled);
@@ -300,10 +300,10 @@ TEST_CASE("Autocast: under an accumulator, micro-batches sum up to what they sum
   };
   CHECK(distance(run(false, true), run(true, true)) < 1e-6);
   CHECK(distance(run(false, true), run(false, false)) < 1e-2);
-  CHECK(distance(run(false, true), run(false, false)) > 1e-6);  // control: it was at work
+  CHECK(distance(run(false, true), run(false, false)) > 1e-6);  // control: autocast had an effect
 }
 
-// Trains in one scope, or in one for each forward pass. `step` steps the optimizer in the way that is tested.
+// Trains in one scope, or in one per forward pass. `step` is the tested way to step the optimizer.
 template <class Optimizer, class Step>
 std::vector<double> losses_in(bool one_scope, const Step& step) {
   torch::manual_seed(1);
@@ -326,7 +326,7 @@ std::vector<double> losses_in(bool one_scope, const Step& step) {
   return losses;
 }
 
-TEST_CASE("Autocast: a step forgets the casts, so that one scope around a training loop trains") {
+TEST_CASE("Autocast: a step clears the casts, so that one scope around a training loop trains") {
   const auto check = []<class Optimizer>(std::type_identity<Optimizer>, const auto& step) {
     const auto losses = losses_in<Optimizer>(/*one_scope=*/false, step);
     CHECK(losses_in<Optimizer>(/*one_scope=*/true, step) == losses);
@@ -361,11 +361,11 @@ TEST_CASE("Autocast: a step forgets the casts, so that one scope around a traini
   check(sgd, in_backward);
   check(torch_sgd, scaled);
   check(torch_sgd, accumulated);
-  // Control: LibTorch's own step keeps them, as Python's does.
+  // Control: LibTorch's step keeps them, as Python's does.
   CHECK(losses_in<torch::optim::SGD>(true, plain) != losses_in<torch::optim::SGD>(false, plain));
 }
 
-TEST_CASE("is_bf16_fast: as the processor has AVX-512, and true of devices") {
+TEST_CASE("is_bf16_fast: true for processors with AVX-512, and for devices") {
   const auto processor = at::cpu::get_cpu_capabilities();
   const auto has = [&](const char* feature) { return processor.at(feature).toBool(); };
   const bool is_x86 = processor.count("avx512_bw") > 0;

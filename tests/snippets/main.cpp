@@ -3,8 +3,8 @@
 
 #include "support/files.hpp"
 
-// Runs the snippets of the document that the command line names, in an empty directory: their data is of each run its
-// own, so that none may go on from another's state.
+// Runs the snippets of the document that the command line names, in an empty directory, so that none resumes from the
+// state of another run.
 int main(int argc, char* argv[]) {
   const testing::Directory directory;
   std::filesystem::current_path(directory / "");

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# The first ```text block of README must be what PROGRAM prints.
+# PROGRAM must print the first ```text block of README.
 file(READ "${README}" text)
 string(REGEX MATCH "```text\n([^`]*)```" block "${text}")
 set(expected "${CMAKE_MATCH_1}")

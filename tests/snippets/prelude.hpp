@@ -15,7 +15,7 @@
 
 namespace ga = gradaccum;
 
-// What the documentation's snippets take for granted: a model, its optimizer, an objective, and data.
+// Names that the documentation's snippets use: a model, its optimizer, an objective, and data.
 inline torch::nn::Sequential model(torch::nn::Linear(4, 8), torch::nn::Tanh(), torch::nn::Linear(8, 3));
 inline auto x = torch::randn({10, 4}), y = torch::randn({10, 3});
 inline auto images = torch::randn({10, 4}), labels = torch::randint(3, {10});
@@ -26,7 +26,7 @@ inline const auto objective = [](auto& net, auto& batch) {
 };
 inline ga::data::TensorBatches batches(x, y, {.batch_size = 2});
 
-// A snippet of a document, which begins on that line.
+// A snippet of a document, which begins on this line.
 struct Snippet {
   std::string_view document;
   int line;

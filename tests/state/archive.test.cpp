@@ -25,7 +25,7 @@ T round_trip(T value) {
   return loaded<T>(saved, "value");
 }
 
-// Bits, so that NaN and -0 count.
+// Compares bits, so that NaN and -0 count.
 template <class T>
 bool survives(T value) {
   const T back = round_trip(value);
@@ -58,11 +58,11 @@ std::vector<std::string> names_of(const ga::Archive& archive) {
 
 }  // namespace
 
-TEST_CASE("Archive: numbers, flags and texts come back to the bit") {
+TEST_CASE("Archive: numbers, flags and texts are read back to the bit") {
   CHECK(survives(std::numeric_limits<std::int32_t>::min()));
   CHECK(survives(std::numeric_limits<std::int64_t>::max()));
   CHECK(survives(std::numeric_limits<std::int64_t>::min()));
-  CHECK(survives(std::numeric_limits<std::uint64_t>::max()));  // a seed, say
+  CHECK(survives(std::numeric_limits<std::uint64_t>::max()));  // such as a seed
   CHECK(survives(std::numeric_limits<std::uint8_t>::max()));
   CHECK(survives(true));
   CHECK(survives(false));
@@ -79,7 +79,7 @@ TEST_CASE("Archive: numbers, flags and texts come back to the bit") {
   CHECK(round_trip(with_zero) == with_zero);
 }
 
-TEST_CASE("Archive: tensors come back, as new ones") {
+TEST_CASE("Archive: tensors are read back as new ones") {
   const auto base = torch::arange(12, at::kFloat).reshape({3, 4});
   const std::vector<at::Tensor> tensors{
       base,
@@ -110,7 +110,7 @@ TEST_CASE("Archive: tensors come back, as new ones") {
   CHECK(at::equal(round_trip(sparse).to_dense(), sparse.to_dense()));
 }
 
-TEST_CASE("Archive: a tensor is copied both ways") {
+TEST_CASE("Archive: a tensor is copied when saving and loading") {
   auto tensor = torch::zeros({2});
   ga::Archive saved;
   saved("tensor", tensor);
@@ -120,14 +120,14 @@ TEST_CASE("Archive: a tensor is copied both ways") {
   first.fill_(2);
   CHECK(at::equal(second, torch::zeros({2})));
   CHECK(at::equal(loaded<at::Tensor>(saved, "tensor"), torch::zeros({2})));
-  at::Tensor there = torch::full({3}, 7.0);  // is replaced, not written to
+  at::Tensor there = torch::full({3}, 7.0);  // replaced, not written to
   const auto alias = there;
   ga::Archive(saved.values())("tensor", there);
   CHECK(there.numel() == 2);
   CHECK(at::equal(alias, torch::full({3}, 7.0)));
 }
 
-TEST_CASE("Archive: parts have names of their own, and parts in them") {
+TEST_CASE("Archive: parts have separate names, and can be nested") {
   Outer outer{.first = {1, torch::ones({2})}, .second = {2, {}}, .number = 0.5}, other;
   ga::Archive saved;
   CHECK_FALSE(saved.loading());
@@ -148,7 +148,7 @@ TEST_CASE("Archive: parts have names of their own, and parts in them") {
   CHECK(other.number == 0.5);
 }
 
-TEST_CASE("Archive: a name may be there once, when saving and when loading") {
+TEST_CASE("Archive: a name may occur once, when saving and when loading") {
   std::int64_t count = 3;
   Inner inner;
   ga::Archive saved;
@@ -162,7 +162,7 @@ TEST_CASE("Archive: a name may be there once, when saving and when loading") {
   REQUIRE_ERROR("Archive: two values are named 'count'", loading("count", count));
 }
 
-TEST_CASE("Archive: what is missing, or of another type, or too large, is an error and changes nothing") {
+TEST_CASE("Archive: a missing value, or one of another type, or a too large one, is an error and changes nothing") {
   ga::Archive saved;
   std::int64_t whole = std::int64_t{1} << 40, one = 1;
   double real = 0.1;
@@ -199,7 +199,7 @@ TEST_CASE("Archive: what is missing, or of another type, or too large, is an err
   CHECK(loaded<std::int32_t>(saved, "one") == 1);  // control
 }
 
-TEST_CASE("Archive: what nobody takes is an error") {
+TEST_CASE("Archive: a value that is not loaded is an error") {
   ga::Archive saved;
   std::int64_t count = 3;
   Inner inner;
@@ -212,7 +212,7 @@ TEST_CASE("Archive: what nobody takes is an error") {
   loading.check_all_used();
 }
 
-TEST_CASE("Archive: after an exception inside a part, names are as before") {
+TEST_CASE("Archive: after an exception inside a part, names are restored") {
   struct Throws {
     void state(ga::Archive& archive) {
       std::int64_t before = 1;

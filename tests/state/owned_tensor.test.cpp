@@ -11,7 +11,7 @@ namespace {
 
 at::Tensor numbers() { return torch::arange(6, torch::kFloat).view({2, 3}).clone(); }
 
-/// How one tensor is loaded: whether it has the numbers, and whether these were copied into the memory it had.
+/// The result of loading a tensor: whether it has the numbers, and whether they were copied into its memory.
 struct Loaded {
   bool equal, copied;
 };
@@ -25,7 +25,7 @@ Loaded load(const at::Tensor& to, at::Tensor from, bool keep = false) {
 
 }  // namespace
 
-TEST_CASE("owned: a tensor is kept if nobody else has it or its memory, and copied otherwise") {
+TEST_CASE("owned: a tensor is kept if nothing else refers to it or its memory, and copied otherwise") {
   const auto kept = [](at::Tensor tensor) {
     const auto* const memory = tensor.defined() ? tensor.const_data_ptr() : nullptr;
     const auto expected = tensor.defined() ? tensor.detach().clone() : at::Tensor();
@@ -37,16 +37,16 @@ TEST_CASE("owned: a tensor is kept if nobody else has it or its memory, and copi
   CHECK(kept(torch::tensor(1.5)));
   CHECK_FALSE(kept(at::Tensor()));
   const auto shared = numbers();
-  CHECK_FALSE(kept(shared));           // a handle
-  CHECK_FALSE(kept(shared.detach()));  // its memory
-  CHECK_FALSE(kept(numbers().t()));    // others expect plain strides
-  CHECK_FALSE(kept(numbers()[1]));     // memory of more than it shows
+  CHECK_FALSE(kept(shared));           // another handle exists
+  CHECK_FALSE(kept(shared.detach()));  // its memory is shared
+  CHECK_FALSE(kept(numbers().t()));    // strides are not contiguous
+  CHECK_FALSE(kept(numbers()[1]));     // the memory is larger than the tensor
   CHECK_FALSE(kept(numbers().requires_grad_()));
   std::array<float, 6> lent{1, 2, 3, 4, 5, 6};
   CHECK_FALSE(kept(at::from_blob(lent.data(), {2, 3})));
 }
 
-TEST_CASE("load_into: memory changes hands where nobody can tell, and is copied where somebody could") {
+TEST_CASE("load_into: memory is exchanged if that cannot be observed, and copied otherwise") {
   const auto is = [](Loaded loaded, bool copied) { return loaded.equal && loaded.copied == copied; };
   CHECK(is(load(torch::zeros({2, 3}), numbers()), false));
   CHECK(is(load(torch::zeros({}), torch::tensor(2.5f)), false));
@@ -72,7 +72,7 @@ TEST_CASE("load_into: memory changes hands where nobody can tell, and is copied 
   CHECK(nothing.numel() == 0);
 }
 
-TEST_CASE("load_into: what shares the memory follows, and the loaded tensor stays whole") {
+TEST_CASE("load_into: tensors that share the memory change, too, and the loaded tensor stays valid") {
   const auto to = torch::zeros({2, 3}).requires_grad_();
   const auto alias = to.detach(), row = to.detach()[1];
   auto loaded = numbers();
@@ -81,11 +81,11 @@ TEST_CASE("load_into: what shares the memory follows, and the loaded tensor stay
   CHECK(row.equal(numbers()[1]));
   alias.add_(1);
   CHECK(to.equal(numbers() + 1));
-  CHECK(loaded.equal(torch::zeros({2, 3})));  // it has what was there before
+  CHECK(loaded.equal(torch::zeros({2, 3})));  // has the old numbers
   CHECK(to.requires_grad());
 }
 
-TEST_CASE("load_into: a graph that was recorded before notices, as it notices a copy") {
+TEST_CASE("load_into: an earlier graph detects the change, as it detects a copy") {
   for (const bool swaps : {true, false}) {
     const auto weight = torch::ones({2, 3}).requires_grad_();
     const auto loss = (weight * weight).sum();
@@ -94,6 +94,6 @@ TEST_CASE("load_into: a graph that was recorded before notices, as it notices a 
     CHECK_THROWS_WITH(loss.backward(), Catch::Contains("modified by an inplace operation"));
   }
   const auto weight = torch::ones({2, 3}).requires_grad_();
-  (weight * weight).sum().backward();  // else it passes
+  (weight * weight).sum().backward();  // without loading, backward succeeds
   CHECK(weight.grad().equal(torch::full({2, 3}, 2)));
 }

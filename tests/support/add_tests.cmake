@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# gradaccum_add_tests(program prefix [HEADER_ONLY] source...): a program of tests, each file of which is a test of
-# CTest's, run by itself: <prefix><file>. Those with the tag [cuda] are apart: they meet the emulated device, or, where
-# LibTorch has CUDA, a real one, and are seen to be skipped where there is none. HEADER_ONLY: with
-# gradaccum::gradaccum, as most users have it, not gradaccum::compiled.
+# gradaccum_add_tests(program prefix [HEADER_ONLY] source...): builds a program of tests and adds a CTest test
+# <prefix><file> for each file. Cases with the tag [cuda] form separate tests, which run on the emulated device, or, if
+# LibTorch has CUDA, on a real one, and are skipped without one. HEADER_ONLY: links gradaccum::gradaccum, as most users
+# do, instead of gradaccum::compiled.
 #
-# LibTorch's templates take most of each compilation. So some files are compiled together, each in a namespace of its
-# own; what they include comes before.
+# LibTorch's templates take most of a compilation, so several files are compiled together, each in a separate namespace
+# after the includes of all.
 #
-# A test has the label of its module, which is the folder of its file, and more that CONTRIBUTING.md lists.
+# A test has the label of its module, which is the folder of its file, and further labels that CONTRIBUTING.md lists.
 
 set(GRADACCUM_TEST_FILES_TOGETHER 12 CACHE STRING
   "How many files of tests are compiled together; 1 makes changing one of them again and again fast")
 
-# What ./bootstrap.sh test runs on the CPU, with `codebase`, `bootstrap`, one of `consume` and one of `kills`.
+# Modules that ./bootstrap.sh test runs on the CPU, with `codebase`, `bootstrap`, one of `consume` and one of `kills`.
 set(gradaccum_core_modules checkpoint data fitting io memory optim parallel policies pytorch_values scaling snippets state
   trainer training_kills training_state verification watching window)
 
-# gradaccum_tests_need(module [NOT_CORE] target...): the targets tests.<module> and tests.all build these targets, and so does
-# tests.core for a module of the core. NOT_CORE: tests.core does not.
+# gradaccum_tests_need(module [NOT_CORE] target...): makes the targets tests.<module>, tests.all and, for a module of
+# the core, tests.core build these targets. NOT_CORE: not tests.core.
 function(gradaccum_tests_need module)
   cmake_parse_arguments(PARSE_ARGV 1 arg "NOT_CORE" "" "")
   set(groups ${module} all)
@@ -33,12 +33,12 @@ function(gradaccum_tests_need module)
   endforeach()
 endfunction()
 
-# The names and tags of a file's tests, one `TEST_CASE("…", "[…]"` after another, over however many lines they go.
+# Sets `result` to the names and tags of a file's tests, `TEST_CASE("…", "[…]"` each, also if they span several lines.
 function(gradaccum_test_cases source result)
   file(READ "${source}" text)
   string(REPLACE "\\\"" "'" text "${text}")
   string(REGEX REPLACE "[; \n]+" " " text "${text}")
-  string(REPLACE "[" "<" text "${text}") # which would hold a list together
+  string(REPLACE "[" "<" text "${text}") # an open [ would join the items of a list
   string(REPLACE "]" ">" text "${text}")
   string(REGEX MATCHALL "TEST_CASE[A-Z_]*\\( ?(\"[^\"]*\"[ ,]*)+" cases "${text}")
   set(${result} "${cases}" PARENT_SCOPE)
@@ -60,7 +60,7 @@ function(gradaccum_add_tests program prefix)
   string(REGEX REPLACE "\\..*" "" module "${prefix}")
   gradaccum_tests_need(${module} ${program})
   foreach(source IN LISTS sources)
-    cmake_path(GET source STEM LAST_ONLY file) # name.test, which -# makes a tag of
+    cmake_path(GET source STEM LAST_ONLY file) # name.test; the option -# turns it into a tag
     string(REGEX REPLACE "\\.test$" "" name "${prefix}${file}")
     gradaccum_test_cases("${source}" others)
     set(cuda ${others})
@@ -76,7 +76,7 @@ function(gradaccum_add_tests program prefix)
         set_tests_properties(${name}.cuda PROPERTIES FAIL_REGULAR_EXPRESSION "No tests ran|skipped: |SKIPPED:"
           ENVIRONMENT "GRADACCUM_EMULATED_CUDA=$<TARGET_FILE:gradaccum.tests.emulated_cuda>")
         gradaccum_tests_need(${module} NOT_CORE gradaccum.tests.emulated_cuda)
-        if(program MATCHES "[.](checkpoint|device|memory|optim|scaling|state|trainer|verification|window)$" AND NOT of_kernels) # once more, with the library's own kernels
+        if(program MATCHES "[.](checkpoint|device|memory|optim|scaling|state|trainer|verification|window)$" AND NOT of_kernels) # again, with the library's kernels
           gradaccum_add_test_of_file(${name}.kernels ${program} "[#${file}][cuda]" cuda kernels)
           set_tests_properties(${name}.kernels PROPERTIES
             FAIL_REGULAR_EXPRESSION "No tests ran|skipped: |SKIPPED:"
@@ -89,7 +89,7 @@ function(gradaccum_add_tests program prefix)
   endforeach()
 endfunction()
 
-# gradaccum_add_test_of_file(name program tests [label...]). No test at all is a failure, which Catch2 2 takes for success.
+# gradaccum_add_test_of_file(name program tests [label...]): fails if no test matches, which Catch2 2 takes for success.
 function(gradaccum_add_test_of_file name program tests)
   add_test(NAME ${name} COMMAND ${program} "-#" "${tests}")
   string(REGEX REPLACE "\\..*" "" module "${name}")

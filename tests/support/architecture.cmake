@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# docs/architecture.md names files that exist, functions that stand in them, and all modules.
+# Checks that docs/architecture.md names all modules, existing files, and functions that are in them.
 # cmake -D SOURCE=. -P architecture.cmake
 cmake_minimum_required(VERSION 3.25)
 
@@ -18,7 +18,7 @@ foreach(file IN LISTS files)
   endif()
 endforeach()
 
-# The steps of a path: `function` | `file`.
+# Rows of paths through the code: `function` | `file`.
 string(REGEX MATCHALL "\n[|] [0-9]+ [|] `[A-Za-z_:]+` [|] `[A-Za-z0-9_./]+` [|]" steps "${page}")
 list(LENGTH steps number)
 if(number LESS 16)

@@ -5,7 +5,7 @@
 
 namespace testing {
 
-/// SGD whose step throws, until it is told not to.
+/// SGD whose step throws while `breaks` is set.
 struct Breaks : torch::optim::SGD {
   using SGD::SGD;
   bool breaks = true;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Catch2, version 2 or 3, beside LibTorch, whose headers leave a macro CHECK behind.
+// Includes Catch2, version 2 or 3, after LibTorch, whose headers define another macro CHECK.
 #include <nlohmann/json.hpp>
 #include <torch/torch.h>
 #undef CHECK
@@ -15,7 +15,7 @@ using Catch::Approx;
 
 #include <string>
 
-// Clang says it otherwise than g++.
+// Clang announces AddressSanitizer by a feature, g++ by a macro.
 #ifdef __has_feature
 #if __has_feature(address_sanitizer) && !defined(__SANITIZE_ADDRESS__)
 #define __SANITIZE_ADDRESS__ 1
@@ -24,15 +24,15 @@ using Catch::Approx;
 
 namespace testing {
 
-/// Every test takes several times as long.
+/// True if AddressSanitizer makes every test several times slower.
 #ifdef __SANITIZE_ADDRESS__
 inline constexpr bool sanitized = true;
 #else
 inline constexpr bool sanitized = false;
 #endif
 
-/// The message of the `c10::Error` (or other exception) that `run` throws, without a backtrace; empty if it throws
-/// none.
+/// Returns the message of the `c10::Error` (or other exception) that `run` throws, without a backtrace; empty if it
+/// throws none.
 template <class Run>
 std::string error_of(Run&& run) {
   try {
@@ -45,7 +45,7 @@ std::string error_of(Run&& run) {
   return "";
 }
 
-/// The message contains each of these parts.
+/// Returns whether the text contains the part.
 inline bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 }  // namespace testing
@@ -57,7 +57,7 @@ inline bool contains(const std::string& text, const std::string& part) { return 
     REQUIRE(testing::contains(message_, part));                            \
   } while (false)
 
-/// v2 has no SKIP: says why, and leaves the test.
+/// Version 2 has no SKIP: prints the reason, and leaves the test.
 #ifndef SKIP
 #define SKIP(reason)               \
   do {                             \

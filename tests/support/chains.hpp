@@ -19,15 +19,15 @@
 #include <utility>
 #include <vector>
 
-/// Chains of modules, and what one training step of them leaves behind and holds.
+/// Chains of modules, and the results and memory of one training step.
 namespace testing {
 
-/// Every allocation of a scope, written down; which of them count is said afterwards.
+/// Records every allocation of a scope; tensors can be excluded afterwards.
 class ByteRecord {
  public:
   ByteRecord() : log_(std::make_shared<Log>()), guard_(c10::DebugInfoKind::PROFILER_STATE, log_) {}
 
-  /// The memory of this tensor does not count, from its birth to its end.
+  /// Excludes the memory of this tensor, from allocation to release.
   void leave_out(const at::Tensor& tensor) {
     if (!tensor.defined()) return;
     if (tensor.is_sparse()) {
@@ -41,7 +41,7 @@ class ByteRecord {
   std::int64_t peak() const { return sums().second; }
 
  private:
-  /// A ledger, since others that count inside pass on what they see to nothing else.
+  /// Derives from MemoryLedger, because ledgers inside the scope report only to an outer ledger.
   struct Log : gradaccum::detail::MemoryLedger {
     Log() : MemoryLedger(nullptr) {}
     void reportMemoryUsage(void* block, std::int64_t bytes, std::size_t, std::size_t, c10::Device) override {
@@ -96,7 +96,7 @@ struct Chain {
 
 struct Step {
   Outcome outcome;
-  /// Beyond input, output and gradients of parameters.
+  /// Bytes, without input, output and gradients of parameters.
   std::int64_t peak = 0, held = 0, left = 0;
 };
 
@@ -120,7 +120,7 @@ class Rig {
   }
 
   template <class Net>
-  Step step(Net net) {  // a holder
+  Step step(Net net) {  // a module holder
     put_back_buffers();
     torch::manual_seed(12);
     auto weights = torch::randn(output_like_.sizes()).to(output_like_.options());
@@ -158,9 +158,9 @@ class Rig {
     return step;
   }
 
-  /// Gradients are there already, and grow.
+  /// Adds to gradients that exist before the step.
   bool accumulate = false;
-  /// The gradient of the output: dense, or one number for all.
+  /// The gradient of the output: dense, or one number expanded.
   enum class Loss { weighted, sum } loss = Loss::weighted;
 
  private:
@@ -315,7 +315,7 @@ inline Chain autocast_chain() {
   chain.autocast = true;
   return chain;
 }
-/// Gradients between the stages are transposed, expanded, or both.
+/// A chain whose gradients between stages are transposed, expanded, or both.
 inline Chain strided_chain() {
   torch::manual_seed(2);
   const auto transposed = function([](at::Tensor x) { return x.transpose(0, 1); });
@@ -329,7 +329,7 @@ inline Chain strided_chain() {
   return {"strided gradients", net, randoms({24, 24})};
 }
 
-/// Frozen stages of which one keeps the memory of its input alive.
+/// A chain of frozen stages, one of which keeps its input's memory alive.
 inline Chain frozen_view_chain() {
   torch::manual_seed(2);
   torch::nn::Sequential net(torch::nn::Linear(256, 16), torch::nn::Unflatten(torch::nn::UnflattenOptions(1, {2, 8})),
@@ -339,7 +339,7 @@ inline Chain frozen_view_chain() {
     for (auto& parameter : net->ptr(i)->parameters()) parameter.set_requires_grad(false);
   return {"frozen views", net, randoms({32, 256})};
 }
-/// Activations that write over their input.
+/// A chain of activations that overwrite their input.
 inline Chain in_place_chain() {
   torch::manual_seed(2);
   torch::nn::Sequential net;
@@ -353,7 +353,7 @@ inline Chain in_place_chain() {
   net->push_back(torch::nn::Linear(32, 8));
   return {"in place", net, randoms({24, 16})};
 }
-/// Modules in several places; without parameters, since parts of a sum of gradients would count here.
+/// A chain with repeated modules; without parameters, because parts of a sum of gradients would be counted.
 inline Chain shared_chain() {
   torch::manual_seed(2);
   const torch::nn::BatchNorm1d norm(torch::nn::BatchNorm1dOptions(24).affine(false));
@@ -369,7 +369,7 @@ inline Chain shared_chain() {
   net->push_back(torch::nn::Linear(24, 8));
   return {"shared modules", net, randoms({24, 16})};
 }
-/// Blocks that hold much less where results of cheap operations are made again.
+/// A chain of blocks that hold much less if results of cheap operations are recomputed.
 inline Chain rebuilt_chain() {
   torch::manual_seed(2);
   torch::nn::Sequential net;

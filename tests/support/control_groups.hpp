@@ -8,7 +8,7 @@
 
 namespace testing {
 
-/// A tree of control groups, and the file that says which of them are a process's.
+/// A tree of control groups, and the file that lists a process's groups.
 class ControlGroups {
  public:
   explicit ControlGroups(const std::string& of_process) { write_text(list(), of_process); }

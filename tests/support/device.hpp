@@ -9,10 +9,10 @@
 #include <cstdint>
 #include <memory>
 
-/// What only the emulated device can do: count, and fail when it is asked to. And graphs, as all devices can have them.
+/// Functions of the emulated device, which can count and fail on request; and graphs, which all devices may have.
 namespace testing {
 
-/// Whether work on the device can be captured. Before LibTorch 2.15 this tells the library of the emulated device.
+/// Returns whether work on the device can be captured. Before LibTorch 2.15 also announces it to the emulated device.
 inline bool has_graphs(c10::Device device) {
 #if !__has_include(<ATen/core/GraphImplInterface.h>)
   if (emulated_cuda::is_loaded())
@@ -23,8 +23,8 @@ inline bool has_graphs(c10::Device device) {
   return gradaccum::detail::has_graphs(device);
 }
 
-/// Whether the device is as usable after an error in a capture as before. With CUDA before LibTorch 2.15 its random
-/// numbers are not.
+/// Returns whether the device is usable after an error in a capture. With CUDA before LibTorch 2.15 its random numbers
+/// are not.
 inline bool forgets_failed_captures() {
 #if __has_include(<ATen/core/GraphImplInterface.h>)
   return true;
@@ -33,7 +33,7 @@ inline bool forgets_failed_captures() {
 #endif
 }
 
-/// How often the host has waited for a device since this was made.
+/// Counts the host's waits for devices since its construction.
 class WaitCount {
  public:
   static bool possible() { return emulated_cuda::is_loaded(); }
@@ -43,7 +43,7 @@ class WaitCount {
   std::int64_t before_ = emulated_cuda::counts().waits;
 };
 
-/// While it lives, the n-th allocation of a device from now on fails; 1 is the next.
+/// Makes the n-th allocation of a device fail while it lives; 1 is the next.
 class FailingAllocation {
  public:
   static bool possible() { return emulated_cuda::is_loaded(); }
@@ -53,7 +53,7 @@ class FailingAllocation {
   ~FailingAllocation() { emulated_cuda::fail_allocation(0); }
 };
 
-/// While it lives, a device has so many bytes, of which those are part that are in use.
+/// Limits a device's memory to this number of bytes while it lives, including the bytes in use.
 class LimitedMemory {
  public:
   static bool possible() { return emulated_cuda::is_loaded(); }
@@ -63,8 +63,8 @@ class LimitedMemory {
   ~LimitedMemory() { emulated_cuda::limit_memory(0, -1); }
 };
 
-/// While it lives, the first matrix product of each thread on a device allocates so many bytes that stay, as cuBLAS's
-/// workspaces do.
+/// Makes the first matrix product of each thread on a device allocate a permanent workspace, as cuBLAS does, while it
+/// lives.
 class Workspaces {
  public:
   static bool possible() { return emulated_cuda::is_loaded(); }

@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-/// Reads TensorBoard's event files, as their format is described: nothing here is the library's.
+/// Reads TensorBoard's event files by their specification, without code of the library.
 namespace testing {
 
 inline std::uint64_t little_endian(std::string_view bytes) {
@@ -26,7 +26,7 @@ inline std::uint64_t little_endian(std::string_view bytes) {
   return number;
 }
 
-/// By the definition, a bit at a time; masked as TFRecord has it.
+/// Computes the CRC by definition, bit by bit, and masks it as TFRecord does.
 inline std::uint32_t masked_checksum(std::string_view bytes) {
   std::uint32_t crc = 0xffffffff;
   for (const char byte : bytes) {
@@ -37,8 +37,8 @@ inline std::uint32_t masked_checksum(std::string_view bytes) {
 }
 
 struct Records {
-  std::vector<std::string> whole;  ///< before the first that is torn or damaged
-  bool all = true;                 ///< there is none such
+  std::vector<std::string> whole;  ///< records before the first damaged one
+  bool all = true;                 ///< false if a record is damaged
 };
 
 inline Records records_of(std::string_view file) {
@@ -57,11 +57,11 @@ inline Records records_of(std::string_view file) {
 
 /// A field of a message of Protocol Buffers.
 struct Field {
-  std::uint64_t number = 0;     ///< its value, where it is one, as bits
-  std::string_view bytes = {};  ///< where it is a text, a list or a message
+  std::uint64_t number = 0;     ///< the bits of a number
+  std::string_view bytes = {};  ///< a text, a list or a message
 };
 
-/// By their numbers; of a field that is repeated all, in order. Throws where the message is none.
+/// Returns fields by number, all values of repeated ones, in order. Throws if the bytes are not a message.
 inline std::multimap<int, Field> fields_of(std::string_view message) {
   const auto take = [&](std::size_t bytes) {
     if (bytes > message.size()) throw std::runtime_error("a message ends too early");
@@ -103,7 +103,7 @@ inline std::multimap<int, Field> fields_of(std::string_view message) {
   return fields;
 }
 
-/// What stands there once, or 0 and nothing, as of a field that is not there.
+/// Returns a field that occurs at most once; 0 and no bytes if it is missing.
 inline Field field_of(const std::multimap<int, Field>& fields, int number) {
   if (fields.count(number) > 1) throw std::runtime_error("a field is there twice");
   const auto found = fields.find(number);
@@ -131,7 +131,7 @@ struct Event {
   double wall_time = 0;
   std::int64_t step = 0;
   std::string version = {}, tag = {};
-  bool starts = false;  ///< a session
+  bool starts = false;  ///< a session begins
   std::optional<float> number = {};
   std::optional<Histogram> histogram = {};
   std::optional<std::string> text = {};
@@ -179,7 +179,7 @@ inline std::vector<Event> events_of(std::string_view file) {
   return events;
 }
 
-/// In the order in which they are read.
+/// Lists event files in TensorBoard's reading order.
 inline std::vector<std::filesystem::path> event_files_in(const std::filesystem::path& directory) {
   std::vector<std::filesystem::path> files;
   for (auto& entry : std::filesystem::directory_iterator(directory)) files.push_back(entry.path());
@@ -187,8 +187,8 @@ inline std::vector<std::filesystem::path> event_files_in(const std::filesystem::
   return files;
 }
 
-/// All that a directory has, but what a later session is to have written anew. As TensorBoard itself does, which takes
-/// the first start for that of the first session.
+/// Reads all events of a directory, except those that a later session replaces. Like TensorBoard, treats the first
+/// start as the first session's.
 inline std::vector<Event> events_in(const std::filesystem::path& directory) {
   std::vector<Event> events;
   bool has_started = false;
@@ -201,7 +201,7 @@ inline std::vector<Event> events_in(const std::filesystem::path& directory) {
   return events;
 }
 
-using Curve = std::vector<std::pair<std::int64_t, float>>;  // steps and numbers
+using Curve = std::vector<std::pair<std::int64_t, float>>;  // steps and values
 
 inline std::map<std::string, Curve> curves_in(const std::filesystem::path& directory) {
   std::map<std::string, Curve> curves;

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# For the tests of a program EXAMPLE: runs it, and expects what it prints.
+# Shared by the tests of a program EXAMPLE: runs it and checks its output.
 
 # Sets status, output and errors.
 function(run)
@@ -14,7 +14,7 @@ function(expect_match text regex)
   endif()
 endfunction()
 
-# One line on stderr with these parts, nothing on stdout.
+# Expects one line on stderr with this part, and nothing on stdout.
 function(expect_error expected_status part)
   run(${ARGN})
   string(FIND "${errors}" "${part}" position)

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The operating system's calls on files, of which a test can make any fail. This defines open, write and so on for the
-// whole program, the standard library included: include it in one source of a program.
+// Replaces the operating system's file functions (open, write and so on) for the whole program, the standard library
+// included, so that a test can make any call fail. Include it in one source of a program.
 
 #include <array>
 #include <atomic>
@@ -24,17 +24,17 @@
 
 namespace testing {
 
-/// While it lives, all threads' calls on files are counted and written down, and the `at`-th, from 0, goes wrong.
+/// Counts and records all threads' calls on files while it lives, and makes the `at`-th, from 0, fail.
 class FailingFiles {
  public:
   enum class How {
     fail,          ///< that call, with `error`
     fail_forever,  ///< and all after it, as when a disk dies
-    interrupt,     ///< that call, and it is to be tried again
+    interrupt,     ///< that call with EINTR, to be retried
     shorten,       ///< that write takes only half, if it is more than a byte
-    write_none,    ///< that write takes nothing, and says so
+    write_none,    ///< that write returns 0
     kill,          ///< the process, just before the call
-    hold,          ///< that call waits for `release`, and all is well
+    hold,          ///< that call waits for `release`, then succeeds
   };
 
   /// Counts only calls on paths that contain `part`.
@@ -46,9 +46,9 @@ class FailingFiles {
   FailingFiles& operator=(const FailingFiles&) = delete;
   ~FailingFiles() { current = outer_; }
 
-  /// Lets a call that is held go on, and others not be held.
+  /// Continues a held call, and holds no others.
   void release() { released_.store(true), released_.notify_all(); }
-  /// The same, when who calls this has begun to wait for it.
+  /// Releases when the caller has had time to begin waiting.
   void release_soon() {
     soon_ = std::jthread([this] {
       std::this_thread::sleep_for(std::chrono::milliseconds(50));
@@ -56,13 +56,13 @@ class FailingFiles {
     });
   }
 
-  /// As "rename step-000040.tmp-1-2", with the last part of the path.
+  /// Calls such as "rename step-000040.tmp-1-2", with the last part of the path.
   const std::vector<std::string>& calls() const { return calls_; }
   bool has_failed() const { return at_ >= 0 && static_cast<long>(calls_.size()) > at_; }
   const std::string& failed() const { return calls_.at(static_cast<std::size_t>(at_)); }
 
   static bool lives() { return current.load() != nullptr; }
-  /// Whether a call goes wrong: then errno says how.
+  /// Returns whether a call fails, and sets errno.
   static bool fails(const char* name, const std::string& path) {
     auto* const files = current.load();
     return files && files->count(name, path);
@@ -71,7 +71,7 @@ class FailingFiles {
     auto* const files = current.load();
     return files && files->count(name, path_of(descriptor));
   }
-  /// How many bytes of so many a write takes, which was counted already.
+  /// Returns how many of `size` bytes a write that is already counted takes.
   static std::size_t taken(std::size_t size) {
     auto* const files = current.load();
     const bool is_short = files && files->how_ == How::shorten && files->is_it() && size > 1;
@@ -123,7 +123,7 @@ class FailingFiles {
   std::jthread soon_;
 };
 
-/// The operating system's own.
+/// Returns the operating system's function.
 template <class Function>
 Function* real(Function* /*like*/, const char* name) {
   return reinterpret_cast<Function*>(dlsym(RTLD_NEXT, name));
@@ -154,7 +154,7 @@ ssize_t pread(int descriptor, void* data, std::size_t size, off_t offset) {
   return testing::FailingFiles::fails("pread", descriptor) ? -1 : call(descriptor, data, size, offset);
 }
 
-/// Not that of the system while calls are counted: a test that pulls no plug need not wait for a disk.
+/// Skips the system's fsync while calls are counted, because a test without power failures need not wait for a disk.
 int fsync(int descriptor) {
   static auto* const call = testing::real(&fsync, "fsync");
   if (testing::FailingFiles::fails("fsync", descriptor)) return -1;

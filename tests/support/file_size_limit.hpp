@@ -5,7 +5,7 @@
 
 namespace testing {
 
-/// While it lives, no file may grow beyond so many bytes, as after `ulimit -f`: then the system sends SIGXFSZ, too.
+/// Limits the size of files while it lives, as `ulimit -f` does. Exceeding it also sends SIGXFSZ.
 class FileSizeLimit {
  public:
   explicit FileSizeLimit(rlim_t bytes) {

@@ -14,7 +14,7 @@
 
 namespace testing {
 
-/// A new directory, removed with all that is in it.
+/// A new directory, removed with its content by the destructor.
 class Directory {
  public:
   Directory() {
@@ -46,7 +46,7 @@ class Scratch {
  public:
   operator std::FILE*() const { return file_.get(); }  // NOLINT(google-explicit-constructor): it is one
 
-  /// What was written to it so far.
+  /// Returns the text written so far.
   std::string text() const {
     std::string text;
     std::rewind(*this);
@@ -58,7 +58,7 @@ class Scratch {
   std::unique_ptr<std::FILE, int (*)(std::FILE*)> file_{std::tmpfile(), &std::fclose};
 };
 
-/// Its lines, or its cells.
+/// Splits a text into lines, or lines into cells.
 inline std::vector<std::string> split(const std::string& text, char at) {
   std::vector<std::string> parts{""};
   for (char c : text)

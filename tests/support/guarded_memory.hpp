@@ -12,8 +12,8 @@
 
 namespace testing {
 
-/// A copy of a tensor, in memory that ends where a page begins that cannot be touched; or, `at_front`, begins where
-/// such a page ends.
+/// A copy of a tensor next to an inaccessible page, which follows the copy's end or, with `at_front`, precedes its
+/// beginning.
 class GuardedMemory {
  public:
   explicit GuardedMemory(const at::Tensor& numbers, bool at_front = false)

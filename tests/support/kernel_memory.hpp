@@ -15,8 +15,8 @@
 
 namespace testing {
 
-/// A copy of a tensor where kernels of devices reach it, around which nothing may be touched: on the host, where the
-/// emulated device runs them, there are pages that cannot be; on a GPU there are bytes that are looked at.
+/// A copy of a tensor for kernels of devices, which detects accesses around it: by inaccessible pages on the host,
+/// where the emulated device runs kernels, and by checking bytes on a GPU.
 class KernelMemory {
  public:
   explicit KernelMemory(const at::Tensor& numbers, bool at_front = false) {
@@ -32,7 +32,7 @@ class KernelMemory {
   }
 
   void* data() const { return tensor_.mutable_data_ptr(); }
-  /// On the CPU, when all kernels are through.
+  /// Returns the copy on the CPU after all kernels have finished.
   at::Tensor result() const {
     if (all_.defined()) {
       const auto after = begin_ + static_cast<std::int64_t>(tensor_.nbytes());
@@ -51,7 +51,7 @@ class KernelMemory {
   at::Tensor all_, tensor_;
 };
 
-/// A factor, some numbers of which the device alone knows.
+/// A factor with parts that only the device knows.
 class KernelMultiplier {
  public:
   KernelMultiplier(double numerator = 1, double denominator = 1, std::optional<double> device_numerator = {},
@@ -77,7 +77,7 @@ class KernelMultiplier {
   gradaccum::detail::DeviceMultiplier by_;
 };
 
-/// Whether two tensors are alike but for last bits of their dtype, and NaN where the other is.
+/// Returns whether two tensors are equal up to rounding of their dtype, with NaNs at the same positions.
 inline bool close_to_rounding(const at::Tensor& a, const at::Tensor& b) {
   const auto dtype = a.scalar_type();
   const double tolerance = dtype == at::kDouble  ? 1e-12

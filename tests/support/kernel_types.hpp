@@ -9,7 +9,7 @@
 
 namespace testing {
 
-/// Dtypes for which there is a kernel.
+/// A combination of dtypes that has a kernel.
 struct KernelTypes {
   at::ScalarType parameter, gradient;
   bool rounded = false;

@@ -11,13 +11,13 @@
 
 namespace testing {
 
-/// While it lives, devices have kernels of the library's own: those that were compiled for a GPU, or on the emulated
-/// device those that it runs on the host; or none.
+/// Gives devices the library's kernels while it lives: those compiled for a GPU, or on the emulated device those that
+/// run on the host; or none.
 class KernelsOnDevice {
  public:
   static bool possible() { return emulated_cuda::is_loaded() || (gradaccum::detail::device_kernels() && has_gpu()); }
   static constexpr const char* missing = "needs a GPU and kernels for it (GRADACCUM_CUDA=ON), or the emulated device";
-  /// What no GPU can do.
+  /// The reason to skip a test on a GPU.
   static constexpr const char* only_emulated = "only the emulated device counts launches, waits and allocations";
 
   KernelsOnDevice() { gradaccum::detail::set_device_kernels(&kernels()); }
@@ -29,7 +29,7 @@ class KernelsOnDevice {
   static const gradaccum::detail::DeviceKernels& kernels() {
     return emulated_cuda::is_loaded() ? emulated_cuda::kernels() : *gradaccum::detail::device_kernels();
   }
-  /// On which they run.
+  /// Returns the stream that the kernels run on.
   static void* stream() {
     return emulated_cuda::is_loaded() ? nullptr : gradaccum::detail::native_stream(at::Device(at::kCUDA, 0));
   }

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# The modules of the library, from the bottom up, and which of the others each may use. A module is a folder of detail/ and impl/ with
-# the public headers and folders that belong to it; docs/architecture.md says what each is for.
+# The modules of the library, from the bottom up, and the modules that each may use. A module is a folder of detail/ and
+# impl/ with the public headers and folders that belong to it; docs/architecture.md says what each is for.
 # cmake -D INCLUDE=include -P layering.cmake
 
 cmake_minimum_required(VERSION 3.25)
 
 set(modules "")
 
-# module(NAME [PUBLIC header|folder/...] [USES module...]): it may use modules that stand above it in this file only.
+# module(NAME [PUBLIC header|folder/...] [USES module...]): USES may list only modules that precede it in this file.
 function(module name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "PUBLIC;USES")
   foreach(public IN LISTS arg_PUBLIC)
@@ -98,8 +98,8 @@ foreach(file IN LISTS files)
   endforeach()
 endforeach()
 
-# The umbrella includes every public header but the one that changes a program by being included, and compiled.hpp all
-# definitions.
+# gradaccum.hpp must include every public header except the one that changes a program by its inclusion, and
+# compiled.hpp all definitions.
 foreach(file IN LISTS files)
   if(NOT file MATCHES "^detail/.*[.]hpp$|[.]inl$|^(gradaccum|compiled|mkl_on_amd)[.]hpp$|^impl/begin[.]ipp$"
       AND NOT included_by_everything MATCHES " ${file} ")
@@ -107,7 +107,7 @@ foreach(file IN LISTS files)
   endif()
 endforeach()
 
-# Definitions stand in impl/, in a file of one or more headers, which include it last and where nobody else does.
+# Definitions are in impl/, in a file for one or more headers, which include it last; no other file includes it.
 set(defined_by "")
 foreach(file IN LISTS files)
   if(file MATCHES "[.]hpp$")
@@ -133,7 +133,7 @@ foreach(file IN LISTS files)
     endif()
   endif()
 endforeach()
-# Each comes by detail/build/inline.hpp, where a program of two kinds of files is noticed, compiled or not.
+# Each includes detail/build/inline.hpp, which detects programs that mix header-only and compiled files.
 foreach(file IN LISTS has_definitions)
   set(comes_by FALSE)
   file(STRINGS "${INCLUDE}/gradaccum/${file}" includes REGEX "^#include <gradaccum/.*[.]hpp>")
@@ -148,11 +148,11 @@ foreach(file IN LISTS has_definitions)
   endif()
 endforeach()
 
-# A class or an alias of detail has a name of its own: programs include some files together, and a linker that meets two
-# classes of one name takes them for one.
+# A class or an alias in detail has a unique name, because programs include some files together, and a linker merges two
+# classes of one name.
 set(known "")
 foreach(file IN LISTS files)
-  if(NOT file MATCHES "^(detail|impl)/.*pp$") # simd/ has the same names for each processor, in namespaces of its own
+  if(NOT file MATCHES "^(detail|impl)/.*pp$") # simd/ repeats names for each processor, in different namespaces
     continue()
   endif()
   file(STRINGS "${INCLUDE}/gradaccum/${file}" lines REGEX "^(class|struct|enum class|using) [A-Za-z0-9_]+( [^;]*| .*[{=].*)?$")

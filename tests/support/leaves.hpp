@@ -9,7 +9,7 @@ namespace testing {
 
 using Parameters = std::vector<at::Tensor>;
 
-/// A parameter with these values and memory of its own.
+/// Makes a parameter with these values in new memory.
 inline at::Tensor leaf(const at::Tensor& values) { return values.detach().clone().set_requires_grad(true); }
 
 inline Parameters leaves(const Parameters& values) {

@@ -10,10 +10,10 @@
 
 #include <cstdlib>
 
-/// Of programs that are linked with it.
+/// Defined in programs that are linked with precompiled.cpp.
 [[gnu::weak]] void use_emulated_kernels();
 
-/// With a device where CTest asks for the emulated one, and with the library's own kernels for it.
+/// Runs the tests, with the emulated device and the library's kernels for it if CTest asks for them.
 int main(int argc, char* argv[]) {
   testing::emulated_cuda::load();
   if (std::getenv("GRADACCUM_EMULATED_KERNELS") && use_emulated_kernels) use_emulated_kernels();

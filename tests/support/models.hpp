@@ -8,10 +8,10 @@
 #include <string>
 #include <vector>
 
-/// A small model, data for it, and the distance between two models: what most tests are made of.
+/// A small model, data for it, and the distance between two models, which most tests use.
 namespace testing {
 
-/// The same parameters always: ranks that are threads share LibTorch's generator, so they draw from it in turn.
+/// Makes the same parameters always: ranks that are threads share LibTorch's generator, so they take turns.
 inline torch::nn::Sequential make_model(at::ScalarType dtype = at::kDouble) {
   static std::mutex one_draws;
   const std::lock_guard lock(one_draws);
@@ -23,7 +23,7 @@ inline torch::nn::Sequential make_model(at::ScalarType dtype = at::kDouble) {
 
 using Example = torch::data::Example<>;
 
-/// One micro-batch for each size.
+/// Makes one micro-batch of each size.
 inline std::vector<Example> make_batches(const std::vector<std::int64_t>& sizes, at::ScalarType dtype = at::kDouble) {
   torch::manual_seed(5);
   std::vector<Example> batches;
@@ -31,7 +31,7 @@ inline std::vector<Example> make_batches(const std::vector<std::int64_t>& sizes,
   return batches;
 }
 
-/// Micro-batches [from, to) as one large batch.
+/// Joins micro-batches [from, to) to one large batch.
 inline Example joined(const std::vector<Example>& batches, std::size_t from, std::size_t to) {
   std::vector<at::Tensor> data, target;
   for (auto i = from; i < std::min(to, batches.size()); ++i) {
@@ -46,7 +46,7 @@ at::Tensor loss_of(Model& model, const Example& batch) {
   return torch::mse_loss(model->forward(batch.data), batch.target);
 }
 
-/// All parameters in one vector, copied.
+/// Copies all parameters to one vector.
 template <class Model>
 at::Tensor flat(const Model& model) {
   std::vector<at::Tensor> all;

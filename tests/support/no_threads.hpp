@@ -7,7 +7,7 @@
 
 namespace testing {
 
-/// No thread can be started while it lives: a stack would take more than the address space.
+/// Prevents new threads while it lives: their stack would exceed the limit of the address space.
 class NoThreads {
  public:
   NoThreads() {

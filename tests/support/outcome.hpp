@@ -11,7 +11,7 @@
 
 namespace testing {
 
-/// The same shape, dtype and bytes; NaNs too.
+/// Returns whether shape, dtype and bytes are equal, also for NaNs.
 inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
   if (!a.defined() || !b.defined()) return a.defined() == b.defined();
   if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return false;
@@ -26,13 +26,13 @@ inline bool same_bits(const std::vector<at::Tensor>& a, const std::vector<at::Te
   return true;
 }
 
-/// All that a step of training leaves behind.
+/// The results of a training step.
 struct Outcome {
   std::vector<at::Tensor> outputs, gradients, buffers;
   at::Tensor random;
 };
 
-/// What of it is another, to the bit; empty if nothing is.
+/// Names the results that differ in a bit; empty if none does.
 inline std::string difference(const Outcome& a, const Outcome& b) {
   return std::string(same_bits(a.outputs, b.outputs) ? "" : "outputs ") +
          (same_bits(a.gradients, b.gradients) ? "" : "gradients ") +
@@ -41,7 +41,7 @@ inline std::string difference(const Outcome& a, const Outcome& b) {
 
 inline at::Tensor random_state() { return at::globalContext().defaultGenerator(at::kCPU).get_state().clone(); }
 
-/// A loss to which every element of a tensor contributes something else.
+/// A loss to which every element of a tensor contributes differently.
 inline at::Tensor uneven_sum(const at::Tensor& tensor) {
   const auto weights = torch::arange(1, tensor.numel() + 1, at::kDouble).cos();
   return (tensor.to(at::kDouble).reshape(-1) * weights).sum();
@@ -60,7 +60,7 @@ inline std::vector<at::Tensor> copies(const std::vector<at::Tensor>& tensors) {
   return result;
 }
 
-/// The gradients of leaves, which are taken from them.
+/// Returns the gradients of leaves, and removes them there.
 inline std::vector<at::Tensor> take_gradients(const std::vector<at::Tensor>& leaves) {
   std::vector<at::Tensor> result;
   for (auto& leaf : leaves) result.push_back(std::exchange(leaf.mutable_grad(), at::Tensor()));

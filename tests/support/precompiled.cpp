@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// CMake precompiles headers for a target that has a file to use them in.
+// Gives CMake a file to precompile headers with.
 
 #include "support/emulated_cuda/emulated_cuda.hpp"
 
@@ -8,5 +8,5 @@
 
 void use_emulated_kernels();
 
-/// Devices have the library's own kernels from now on.
+/// Gives devices the library's kernels from now on.
 void use_emulated_kernels() { gradaccum::detail::set_device_kernels(&testing::emulated_cuda::kernels()); }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# gradaccum_programs_together(text source...): leaves in `text` one file that has these sources, each in a namespace called
-# after its path, a/b.cpp in a_b. What they include comes before, once: it takes most of each compilation.
+# gradaccum_programs_together(text source...): sets `text` to one file of all sources, each in a namespace named after
+# its path, a_b for a/b.cpp. Their includes come first, once, because they take most of a compilation.
 function(gradaccum_programs_together result)
   set(includes "")
   set(body "")

@@ -14,7 +14,7 @@
 
 namespace tests {
 
-/// A rank has failed because another did.
+/// Returns whether a rank failed only because another did.
 inline bool is_of_another_rank(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
@@ -25,8 +25,8 @@ inline bool is_of_another_rank(const std::exception_ptr& error) {
   }
 }
 
-/// Runs `body(group)` once for each rank, in threads of this process that talk over loopback as processes would.
-/// The first exception of a rank comes out when all have ended: one of its own, if there is any.
+/// Runs `body(group)` once for each rank, in threads of this process that communicate over loopback as processes would.
+/// Rethrows the first exception when all have ended, preferring one that is not a consequence of another rank's.
 template <class Body>
 void as_ranks(int world_size, const Body& body, std::chrono::milliseconds timeout = std::chrono::seconds(60)) {
   const auto store = c10::make_intrusive<c10d::HashStore>();

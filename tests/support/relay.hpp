@@ -21,7 +21,7 @@
 
 namespace tests {
 
-/// A socket, which is closed with it.
+/// A socket, closed by the destructor.
 class Socket {
  public:
   explicit Socket(int descriptor) : descriptor_(descriptor) { require(descriptor); }
@@ -44,8 +44,8 @@ class Socket {
   int descriptor_;
 };
 
-/// Stands between a port of this machine and those who connect to its own: a link that is slow, or that is lost without
-/// a word to either side.
+/// Forwards connections to another port of this machine, to emulate a link that is slow, or that fails without notice
+/// to either side.
 class Relay {
  public:
   explicit Relay(std::uint16_t port, std::chrono::milliseconds delay = {}) : target_(address(port)), delay_(delay) {
@@ -59,14 +59,14 @@ class Relay {
   }
   Relay(const Relay&) = delete;
   Relay& operator=(const Relay&) = delete;
-  /// Hangs up.
+  /// Closes the connections.
   ~Relay() {
     ended_ = true;
     thread_.join();
   }
 
   std::uint16_t port() const { return port_; }
-  /// From here on nothing comes through.
+  /// Forwards nothing from now on.
   void cut() { cut_ = true; }
 
  private:
@@ -97,7 +97,7 @@ class Relay {
     ends_.push_back(Socket::of_tcp());
     Socket::require(::connect(ends_.back().descriptor(), pointer(target_), sizeof target_));
   }
-  /// From one end to the other, which is beside it.
+  /// Forwards data from one end of a connection to the other, whose index differs in the last bit.
   void pass_on(std::size_t from) {
     auto& other = ends_[from ^ 1U];
     const auto count = ::recv(ends_[from].descriptor(), buffer_.data(), buffer_.size(), 0);
@@ -113,7 +113,7 @@ class Relay {
   std::chrono::milliseconds delay_;
   Socket listener_ = Socket::of_tcp();
   std::uint16_t port_ = 0;
-  std::vector<Socket> ends_;  // two to a connection
+  std::vector<Socket> ends_;  // two per connection
   std::array<char, 65536> buffer_{};
   std::atomic<bool> cut_ = false, ended_ = false;
   std::thread thread_;

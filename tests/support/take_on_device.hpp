@@ -8,7 +8,7 @@
 
 namespace testing {
 
-/// What an optimizer does with parameters on a device; also where there is none, since ATen's operations run anywhere.
+/// Runs an optimizer's step for parameters on devices, on any device, because ATen's operations run on all.
 template <class Step>
 void step_on_device(const std::vector<Step>& steps, const gradaccum::detail::Multiplier& multiplier) {
   gradaccum::detail::StepPlan plan;

@@ -8,7 +8,7 @@
 
 namespace testing {
 
-/// LibTorch's warnings while it lives, kept in place of printed.
+/// Collects LibTorch's warnings while it lives, instead of printing them.
 class Warnings : private c10::WarningHandler {
  public:
   void process(const c10::Warning& warning) override { texts_.push_back(warning.msg()); }

@@ -7,12 +7,12 @@
 
 namespace testing {
 
-/// Sines of their index: the numbers that the scripts in pytorch_values have too, without a file or a generator.
+/// Sines of their index: the same numbers as in the scripts of pytorch_values, without a file or a generator.
 inline at::Tensor waves(at::IntArrayRef shape, std::int64_t start) {
   return torch::arange(start, start + c10::multiply_integers(shape), at::kDouble).sin().reshape(shape);
 }
 
-/// One wave that goes through all parameters.
+/// Fills all parameters with consecutive parts of one wave.
 template <class Model>
 void fill_with_waves(const Model& model, double amplitude = 1) {
   at::NoGradGuard no_grad;

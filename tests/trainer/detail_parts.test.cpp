@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
-int batch_size = 64;  // somebody's global variable: hides nobody's batch_size()
+int batch_size = 64;  // a user's global variable must not hide batch_size()
 
 #include <gradaccum/data/tensor_batches.hpp>
 #include <gradaccum/detail/data/samples.hpp>
@@ -43,7 +43,7 @@ const std::vector<bool> all(5, true), none(5, false);
 
 }  // namespace
 
-TEST_CASE("ModeGuard: puts all into a mode, and each back into its own") {
+TEST_CASE("ModeGuard: sets all modules to a mode, and restores each one's own") {
   Net net;  // on the stack: it has no shared_ptr
   net.frozen->eval();
   net.block[1]->as<torch::nn::Dropout>()->eval();
@@ -61,7 +61,7 @@ TEST_CASE("ModeGuard: puts all into a mode, and each back into its own") {
   CHECK(net.modes() == before);
 }
 
-TEST_CASE("ModeGuard: a model in that mode keeps what is frozen in it") {
+TEST_CASE("ModeGuard: a model in that mode keeps its frozen parts") {
   Net net;
   net.frozen->eval();
   const auto before = net.modes();
@@ -72,12 +72,12 @@ TEST_CASE("ModeGuard: a model in that mode keeps what is frozen in it") {
   CHECK(net.modes() == before);
   {
     const inner::ModeGuard training(net, true);
-    net.eval();  // what a callback left behind
+    net.eval();  // as changed by a callback
   }
   CHECK(net.modes() == before);
 }
 
-TEST_CASE("ModeGuard: a part inside of an other, in another mode than that") {
+TEST_CASE("ModeGuard: a part inside of another, in a different mode") {
   Net net;
   net.eval();
   net.block[1]->as<torch::nn::Dropout>()->train();  // Monte Carlo dropout
@@ -132,13 +132,13 @@ TEST_CASE("ModeGuard: a part that was replaced in its scope") {
     net.frozen->eval();
   }
   CHECK_FALSE(old->is_training());
-  CHECK(net.frozen->is_training());  // the new one goes with the model
+  CHECK(net.frozen->is_training());  // the new one has the model's mode
   CHECK(net.block->is_training());
 }
 
 namespace {
 
-// BatchNorm that stays frozen, as people write it.
+// A user's model whose BatchNorm stays frozen.
 struct StaysFrozen : Net {
   int called = 0;
   void train(bool on) override {
@@ -158,7 +158,7 @@ struct Throws : Net {
 
 }  // namespace
 
-TEST_CASE("ModeGuard: goes through a train() of the user's own") {
+TEST_CASE("ModeGuard: calls a user's override of train()") {
   StaysFrozen net;
   net.frozen->eval();
   const auto before = net.modes();
@@ -169,7 +169,7 @@ TEST_CASE("ModeGuard: goes through a train() of the user's own") {
   CHECK(net.called == 2);
   CHECK(net.modes() == before);
   { const inner::ModeGuard training(net, true); }
-  CHECK(net.called == 2);  // there is nothing to do
+  CHECK(net.called == 2);  // no further call is needed
 }
 
 TEST_CASE("ModeGuard: a train() that throws, at the start and at the end") {
@@ -223,11 +223,11 @@ TEST_CASE("samples_of: the rows of a tensor") {
   CHECK(inner::samples_of(at::Tensor()) == 1);
 }
 
-TEST_CASE("samples_of: the rows of what is called data") {
+TEST_CASE("samples_of: the rows of a member named data") {
   CHECK(inner::samples_of(torch::data::Example<>(torch::zeros({5, 2}), torch::zeros({7}))) == 5);
   CHECK(inner::samples_of(torch::data::TensorExample(torch::zeros({5, 2}))) == 5);
   CHECK(inner::samples_of(ga::data::Batch{torch::zeros({4}), torch::zeros({7})}) == 4);
-  CHECK(inner::samples_of(others::Sized{torch::zeros({4})}) == 6);  // it says so
+  CHECK(inner::samples_of(others::Sized{torch::zeros({4})}) == 6);  // by its batch_size()
   CHECK(inner::samples_of(others::HasDataFunction{}) == 1);
   CHECK(inner::samples_of(others::Private{}) == 1);
 }
@@ -247,13 +247,13 @@ TEST_CASE("samples_of: lists, tuples and maps") {
   CHECK(inner::samples_of(std::map<std::string, at::Tensor>{}) == 0);
 }
 
-TEST_CASE("samples_of: what the author of a batch says comes first") {
+TEST_CASE("samples_of: a user's batch_size takes precedence") {
   CHECK(inner::samples_of(others::Batch{.rows = 9, .data = torch::zeros({2})}) == 9);
   CHECK(inner::samples_of(others::Friendly{}) == 11);
   CHECK(inner::samples_of(std::pair(others::Batch{.rows = 9}, 1)) == 9);
 }
 
-TEST_CASE("samples_of: a text is one sample, and so is what nobody knows") {
+TEST_CASE("samples_of: a text is one sample, and so is an unknown type") {
   CHECK(inner::samples_of(std::string("three words long")) == 1);
   CHECK(inner::samples_of("a literal") == 1);
   CHECK(inner::samples_of(std::pair(std::string("name"), torch::zeros({2}))) == 1);
@@ -262,7 +262,7 @@ TEST_CASE("samples_of: a text is one sample, and so is what nobody knows") {
   CHECK(inner::samples_of(std::optional<int>()) == 1);
 }
 
-TEST_CASE("batches_of: where the range tells") {
+TEST_CASE("batches_of: the range's size if it has one") {
   CHECK(inner::batches_of(std::vector<int>(3)) == 3);
   CHECK(inner::batches_of(ga::data::TensorBatches(torch::zeros({5, 1}), torch::zeros({5}), {.batch_size = 2})) == 3);
   CHECK_FALSE(inner::batches_of(std::forward_list<int>{1, 2}));
@@ -284,7 +284,7 @@ TEST_CASE("WeightedMean: in float64, of numbers and of tensors") {
   mean.add(with_grad, 4);
   CHECK(mean.value().item<double>() == 6.0);
   CHECK_FALSE(mean.value().requires_grad());
-  mean.add(torch::tensor(1.0, at::kHalf), 1e9);  // weights far beyond a 16-bit number
+  mean.add(torch::tensor(1.0, at::kHalf), 1e9);  // weights beyond the range of 16-bit numbers
   CHECK(mean.value().item<double>() == Approx(1.0).epsilon(1e-6));
   mean.add(torch::tensor(not_a_number), 1);
   CHECK(std::isnan(mean.value().item<double>()));
@@ -310,12 +310,12 @@ TEST_CASE("WeightedMean: on a device", "[cuda]") {
   CHECK(mean.value().item<double>() == 4.0);
 }
 
-TEST_CASE("occupied_memory: of this process, as Linux tells") {
+TEST_CASE("occupied_memory: of this process, from Linux") {
   const auto before = inner::occupied_memory(at::kCPU);
   REQUIRE(before);
   CHECK(*before > 1 << 20);
   constexpr std::int64_t bytes = 64 << 20;
-  const auto reserved = torch::empty({bytes}, at::kByte);  // takes no memory until it is written to
+  const auto reserved = torch::empty({bytes}, at::kByte);  // takes no memory before it is written to
   CHECK(*inner::occupied_memory(at::kCPU) - *before < bytes / 2);
   const auto block = torch::ones({bytes}, at::kByte);
   const auto after = inner::occupied_memory(at::kCPU);
@@ -323,7 +323,7 @@ TEST_CASE("occupied_memory: of this process, as Linux tells") {
   CHECK(*after - *before < bytes * 2);
 }
 
-TEST_CASE("occupied_memory: nobody tells of other devices") {
+TEST_CASE("occupied_memory: unknown for other devices") {
   CHECK_FALSE(inner::occupied_memory(at::Device(at::kMeta)));
   CHECK_FALSE(inner::occupied_memory(at::Device("privateuseone:0")));
 }

@@ -20,7 +20,7 @@ TEST_CASE("FitOptions: numbers below zero are refused") {
   REQUIRE_ERROR("FitOptions: updates must be >= 0, got -2", ga::check({.epochs = 1, .updates = -2}));
 }
 
-TEST_CASE("FitOptions: resume is whatever a path is made from") {
+TEST_CASE("FitOptions: resume accepts all types that convert to a path") {
   const std::filesystem::path runs = "runs";
   const std::string text = "runs";
   ga::FitOptions options{.resume = "runs"};
@@ -41,7 +41,7 @@ TEST_CASE("FitOptions: resume is whatever a path is made from") {
   STATIC_REQUIRE_FALSE(std::is_convertible_v<int, ga::ResumeFrom>);
 }
 
-TEST_CASE("FitStatus: done() when the epochs or the updates are made") {
+TEST_CASE("FitStatus: done() after the epochs or the updates") {
   const auto done = [](const ga::FitOptions& options, std::int64_t epochs, std::int64_t updates) {
     return ga::FitStatus{.options = options, .epochs = epochs, .updates = updates}.done();
   };
@@ -80,9 +80,9 @@ TEST_CASE("FitStatus: counts windows") {
   CHECK(status.skipped == 2);
 }
 
-TEST_CASE("FitStatus: fraction() of the epochs, or of the updates, whichever is farther") {
+TEST_CASE("FitStatus: fraction() of the epochs or of the updates, the greater one") {
   const auto fraction = [](ga::FitStatus status) { return status.fraction(); };
-  CHECK_FALSE(fraction({}));  // nobody has told how many batches there are
+  CHECK_FALSE(fraction({}));  // the number of batches is unknown
   CHECK_FALSE(fraction({.options = {.epochs = 3}, .epochs = 1, .batch = 7}));
   CHECK_FALSE(fraction({.batches = 0}));
   CHECK(fraction({.batches = 8}) == 0.0);
@@ -94,15 +94,15 @@ TEST_CASE("FitStatus: fraction() of the epochs, or of the updates, whichever is 
   CHECK(fraction({.options = {.epochs = 1, .updates = 10}, .batch = 4, .batches = 8, .updates = 3}) == 0.5);
 }
 
-TEST_CASE("FitStatus: fraction() is in [0, 1], and 1 when all is done") {
+TEST_CASE("FitStatus: fraction() is in [0, 1], and 1 at the end") {
   CHECK(ga::FitStatus{.options = {.epochs = 0}, .batches = 8}.fraction() == 1.0);
   CHECK(ga::FitStatus{.options = {.updates = 0}}.fraction() == 1.0);
   CHECK(ga::FitStatus{.epochs = 3, .batches = 8}.fraction() == 1.0);                // after a fit of 3 epochs
-  CHECK(ga::FitStatus{.options = {.updates = 5}, .updates = 6}.fraction() == 1.0);  // more than that
+  CHECK(ga::FitStatus{.options = {.updates = 5}, .updates = 6}.fraction() == 1.0);  // more than requested
   CHECK(ga::FitStatus{.options = {.epochs = 2}, .batch = 12, .batches = 8}.fraction() == 0.5);  // than size() said
 }
 
-TEST_CASE("FitStatus: an epoch that ends") {
+TEST_CASE("FitStatus: the end of an epoch") {
   ga::FitStatus status{.options = {.updates = 5}, .batch = 7, .batches = 7, .trained = true};
   status.end_epoch();
   CHECK(status.epochs == 1);
@@ -110,7 +110,7 @@ TEST_CASE("FitStatus: an epoch that ends") {
   CHECK_FALSE(status.trained);
 }
 
-TEST_CASE("FitStatus: an epoch after others that brings no batch is refused") {
+TEST_CASE("FitStatus: a later epoch without batches is refused") {
   ga::FitStatus status{.options = {.epochs = 3}, .batch = 7};
   status.end_epoch();
   CHECK(status.batches == 7);
@@ -119,7 +119,7 @@ TEST_CASE("FitStatus: an epoch after others that brings no batch is refused") {
       status.end_epoch());
 }
 
-TEST_CASE("report_of: what the status has counted") {
+TEST_CASE("report_of: takes the counts of the status") {
   ga::FitStatus status{.epochs = 3,
                        .updates = 938,
                        .skipped = 2,
@@ -139,7 +139,7 @@ TEST_CASE("report_of: what the status has counted") {
   CHECK(report.samples_per_second == 512 / report.seconds);
 }
 
-TEST_CASE("FitReport: prints a summary, whatever the stream is set to") {
+TEST_CASE("FitReport: prints a summary, with any format flags of the stream") {
   ga::FitReport report{.epochs = 3,
                        .updates = 938,
                        .skipped = 2,
@@ -162,7 +162,7 @@ TEST_CASE("FitReport: prints a summary, whatever the stream is set to") {
         "Epochs: 3, updates: 938, skipped: 2\n");
 }
 
-TEST_CASE("FitReport: a rate below one a second keeps its digits") {
+TEST_CASE("FitReport: a rate below one per second keeps its digits") {
   const auto printed = [](double rate) {
     std::ostringstream text;
     text << ga::FitReport{.samples_per_second = rate};

@@ -28,7 +28,7 @@ double accuracy_of(ga::Accuracy accuracy, const std::vector<std::pair<at::Tensor
   return accuracy.value();
 }
 
-// [N, C, T] and [N, T], counted by hand.
+// Computes the accuracy of [N, C, T] and [N, T] element by element.
 double counted(const at::Tensor& output, const at::Tensor& target, std::int64_t ignored) {
   int right = 0, all = 0;
   const auto at = [&](int n, int c, int t) { return output[n][c][t].item<double>(); };
@@ -49,7 +49,7 @@ const auto logits = torch::tensor({{2.0, 1.0, 0.0}, {0.0, 3.0, 1.0}, {1.0, 0.0, 
 
 }  // namespace
 
-TEST_CASE("Accuracy: the share of targets that have the highest output") {
+TEST_CASE("Accuracy: the share of targets with the highest output") {
   CHECK(accuracy_of({}, {{logits, torch::tensor({0, 1, 2, 0})}}) == 1.0);
   CHECK(accuracy_of({}, {{logits, torch::tensor({0, 1, 0, 1})}}) == 0.5);
   CHECK(accuracy_of({}, {{logits, torch::tensor({1, 2, 0, 1})}}) == 0.0);
@@ -73,7 +73,7 @@ TEST_CASE("Accuracy: classes in dimension 1, or in another one") {
   CHECK(accuracy_of({}, {{output, target}}) == expected);
   CHECK(accuracy_of({.dim = -1}, {{output.transpose(1, 2), target}}) == expected);
   CHECK(accuracy_of({.dim = 0}, {{output.transpose(0, 1), target}}) == expected);
-  CHECK(expected < 0.6);  // chance
+  CHECK(expected < 0.6);  // random guesses
 }
 
 TEST_CASE("Accuracy: ignored targets do not count") {
@@ -85,11 +85,11 @@ TEST_CASE("Accuracy: ignored targets do not count") {
   CHECK(accuracy_of({.ignore_index = 0}, {{output, target}}) == counted(output, target, 0));
   CHECK(counted(output, some, -100) != counted(output, target, -100));
   CHECK(counted(output, target, 0) != counted(output, target, -100));
-  // an ignored class that is found right, too
+  // An ignored class does not count even if it is predicted correctly.
   CHECK(accuracy_of({.ignore_index = 0}, {{logits, torch::tensor({0, 1, 0, 0})}}) == 1.0);
 }
 
-TEST_CASE("Accuracy: of nothing is NaN, and an empty batch changes nothing") {
+TEST_CASE("Accuracy: NaN without batches, and an empty batch changes nothing") {
   CHECK(std::isnan(ga::Accuracy{}.value()));
   CHECK(std::isnan(accuracy_of({}, {{logits, torch::full({4}, -100)}})));
   const auto none = torch::empty({0, 3});
@@ -98,7 +98,7 @@ TEST_CASE("Accuracy: of nothing is NaN, and an empty batch changes nothing") {
   CHECK(accuracy_of({}, {{none, no_target}, {logits, torch::tensor({0, 0, 2, 0})}, {none, no_target}}) == 0.75);
 }
 
-TEST_CASE("Accuracy: what does not go together is refused") {
+TEST_CASE("Accuracy: mismatched outputs and targets are refused") {
   ga::Accuracy accuracy;
   REQUIRE_ERROR(
       "Accuracy: needs the model's output and the target; return ga::Loss{mean, items}.with(output, target) from",
@@ -123,7 +123,7 @@ TEST_CASE("Accuracy: what does not go together is refused") {
   CHECK_FALSE(accuracy.right.defined());
 }
 
-TEST_CASE("Accuracy: one score a row, above the threshold or not") {
+TEST_CASE("Accuracy: one score per row, above the threshold or not") {
   const auto scores = torch::tensor({-1.0, 2.0, 0.5, -4.0, 0.0});
   const auto column = scores.unsqueeze(1);
   const auto target = torch::tensor({0, 1, 0, 1, 0});  // right, right, wrong, wrong, right
@@ -132,14 +132,14 @@ TEST_CASE("Accuracy: one score a row, above the threshold or not") {
   CHECK(accuracy_of({}, {{scores, target.to(at::kBool)}}) == 0.6);
   CHECK(accuracy_of({}, {{scores, target.unsqueeze(1).to(at::kByte)}}) == 0.6);
   CHECK(accuracy_of({}, {{scores.slice(0, 0, 1), target.slice(0, 0, 1)}, {column.slice(0, 1), target.slice(0, 1)}}) ==
-        0.6);  // the last batch may be of one row
+        0.6);  // the last batch may have one row
   CHECK(accuracy_of({.threshold = 0.5}, {{column.sigmoid(), target}}) == 0.6);
   CHECK(accuracy_of({}, {{column.sigmoid(), target}}) == 0.4);                          // all are above 0
   CHECK(accuracy_of({}, {{scores, torch::tensor({0.1, 0.9, 0.2, 0.8, 0.3})}}) == 0.6);  // smoothed
   CHECK(accuracy_of({}, {{scores, torch::tensor({-100, 1, 0, -100, 0})}}) == 2.0 / 3);
   CHECK(accuracy_of({}, {{torch::full({2, 1}, not_a_number), torch::tensor({0, 1})}}) == 0.0);
   CHECK(accuracy_of({.task = ga::Task::binary}, {{scores.reshape({1, 5}), target.reshape({1, 5})}}) == 0.6);
-  // a mask of pixels, with and without its dimension of one class
+  // A mask of pixels, with and without its dimension of one class.
   const auto pixels = scores.slice(0, 0, 4).reshape({1, 1, 2, 2}), mask = target.slice(0, 0, 4).reshape({1, 2, 2});
   CHECK(accuracy_of({}, {{pixels, mask}}) == 0.5);
   CHECK(accuracy_of({}, {{pixels, mask.unsqueeze(1).to(at::kFloat)}}) == 0.5);
@@ -173,7 +173,7 @@ TEST_CASE("Accuracy: targets in a column, probabilities, labels, and pixels") {
 
 namespace {
 
-/// Adds batches up, of sizes that differ.
+/// Adds batches of different sizes.
 template <class Metric>
 Metric filled(Metric metric, const at::Tensor& output, const at::Tensor& target) {
   for (const auto& [from, to] : std::vector<std::pair<std::int64_t, std::int64_t>>{{0, 1}, {1, 3}, {3, output.size(0)}})
@@ -181,7 +181,7 @@ Metric filled(Metric metric, const at::Tensor& output, const at::Tensor& target)
   return metric;
 }
 
-/// Highest scores at these classes.
+/// Makes outputs with the highest scores at these classes.
 at::Tensor finds(const std::vector<std::int64_t>& classes) {
   return at::one_hot(torch::tensor(classes), 3).to(at::kFloat);
 }
@@ -201,29 +201,29 @@ void check_scores(const Scores& found, const Scores& expected) {
 
 }  // namespace
 
-TEST_CASE("Precision, Recall, F1: of classes, as scikit-learn's documentation has them") {
+TEST_CASE("Precision, Recall, F1: of classes, with the values of scikit-learn's documentation") {
   const auto target = torch::tensor({0, 1, 2, 0, 1, 2}), output = finds({0, 2, 1, 0, 0, 1});
   check_scores(scores_of(output, target, ga::Average::macro), {2.0 / 9, 1.0 / 3, 4.0 / 15});
   check_scores(scores_of(output, target, ga::Average::micro), {1.0 / 3, 1.0 / 3, 1.0 / 3});
   check_scores(scores_of(output, target, ga::Average::weighted), {2.0 / 9, 1.0 / 3, 4.0 / 15});
-  // 2 is neither found nor wanted; of 0 there are 3, of which 2 are found, and one more
+  // 2 is neither found nor wanted; 0 is wanted three times, and found twice correctly and once wrongly.
   const auto two = torch::tensor({0, 0, 0, 1, 1, -100});
   check_scores(scores_of(finds({0, 0, 1, 0, 1, 2}), two, ga::Average::macro),
                {(2.0 / 3 + 0.5) / 2, (2.0 / 3 + 0.5) / 2, (2.0 / 3 + 0.5) / 2});
   check_scores(scores_of(finds({0, 0, 1, 0, 1, 2}), two, ga::Average::weighted), {0.6, 0.6, 0.6});
 }
 
-TEST_CASE("Precision, Recall, F1: of yes and no, and of labels") {
+TEST_CASE("Precision, Recall, F1: of binary targets, and of labels") {
   const auto target = torch::tensor({1, 1, 1, 0, 0, -100});
   const auto scores = torch::tensor({1.0, 2.0, -1.0, 3.0, -1.0, 5.0});  // right: 2, found: 3, wanted: 3
   for (const auto average : {ga::Average::macro, ga::Average::micro, ga::Average::weighted}) {
     check_scores(scores_of(scores.unsqueeze(1), target, average), {2.0 / 3, 2.0 / 3, 2.0 / 3});
     check_scores(scores_of(scores.sub(1.5), target, average), {0.5, 1.0 / 3, 0.4});
-    check_scores(scores_of(scores.sub(9), target, average), {0, 0, 0});  // none is found
+    check_scores(scores_of(scores.sub(9), target, average), {0, 0, 0});  // no positives
   }
   const auto labels = torch::tensor({{0, 1, 0}, {1, 0, 1}, {1, 0, 0}, {1, 1, 0}});
   const auto found = torch::tensor({{0, 0, 1}, {1, 0, 1}, {0, 0, 0}, {1, 1, 0}}).mul(2).sub(1).to(at::kFloat);
-  // right, found, wanted: 2, 2, 3; 1, 1, 2; 1, 2, 1
+  // Correct, found and wanted per label: 2, 2, 3; 1, 1, 2; 1, 2, 1.
   const auto task = ga::Task::multilabel;
   check_scores(scores_of(found, labels, ga::Average::macro, task),
                {(1 + 1 + 0.5) / 3, (2.0 / 3 + 0.5 + 1) / 3, (0.8 + 2.0 / 3 + 2.0 / 3) / 3});
@@ -235,7 +235,7 @@ TEST_CASE("Precision, Recall, F1: of yes and no, and of labels") {
                 filled(ga::F1{}, finds({0, 1, 2, 0}), torch::tensor({0, 1, 3, 0})).value());
 }
 
-TEST_CASE("ConfusionMatrix: wanted and found, as scikit-learn's and torchmetrics' documentation have them") {
+TEST_CASE("ConfusionMatrix: wanted and found, with the values of scikit-learn's and torchmetrics' documentation") {
   const auto of = [](std::vector<std::int64_t> numbers, std::vector<std::int64_t> shape) {
     return torch::tensor(numbers).reshape(shape);
   };
@@ -254,7 +254,7 @@ TEST_CASE("ConfusionMatrix: wanted and found, as scikit-learn's and torchmetrics
   CHECK(ga::ConfusionMatrix{}.value().numel() == 0);
 }
 
-TEST_CASE("Metrics of classes: over ranks as of all together, also where one has no batch") {
+TEST_CASE("Metrics of classes: ranks together match one process, also if one has no batch") {
   torch::manual_seed(0);
   const auto output = torch::randn({7, 3}), target = torch::randint(3, {7}), labels = torch::randint(2, {7, 3});
   const auto on_ranks = [&](auto metric, const at::Tensor& targets,
@@ -330,7 +330,7 @@ struct NoAdd {
   static constexpr std::string_view name = "no_add";
   double value() const { return 0; }
 };
-/// Changes a tensor in place, which copies share.
+/// A metric that changes a tensor in place, which copies share.
 struct InPlace {
   std::string_view name = "in_place";
   at::Tensor count = torch::zeros({}, at::kDouble);
@@ -351,7 +351,7 @@ struct NoNumber {
 
 }  // namespace
 
-TEST_CASE("metric: what is one, and what is none") {
+TEST_CASE("metric: which types are metrics, and which are not") {
   STATIC_REQUIRE(ga::metric<ga::MeanLoss>);
   STATIC_REQUIRE(ga::metric<ga::Accuracy>);
   STATIC_REQUIRE(ga::metric<Largest>);
@@ -366,7 +366,7 @@ TEST_CASE("metric: what is one, and what is none") {
   STATIC_REQUIRE_FALSE(ga::metric<double>);
 }
 
-TEST_CASE("Evaluator: the mean loss, and what else was asked for") {
+TEST_CASE("Evaluator: the mean loss, and the requested metrics") {
   inner::Evaluator evaluator(Largest{}, Named{"count_a"}, Named{"count_b"}, ga::Accuracy{});
   evaluator.add(ga::Loss{torch::tensor(1.0), 1}.with(logits, torch::tensor({0, 1, 0, 1})), 4);
   evaluator.add(ga::Loss{torch::tensor(5.0), 3}.with(logits, torch::tensor({0, 1, 2, 0})), 4);
@@ -382,7 +382,7 @@ TEST_CASE("Evaluator: the mean loss, and what else was asked for") {
   CHECK(result.seconds > 0);
 }
 
-TEST_CASE("Evaluator: each evaluation begins with the metric as it was given") {
+TEST_CASE("Evaluator: each evaluation begins with a copy of the given metric") {
   const auto evaluate = [](const auto& metric) {
     inner::Evaluator evaluator(metric);
     for (int i = 0; i < 2; ++i) evaluator.add(ga::Loss{torch::tensor(1.0), 1}, 1);
@@ -394,7 +394,7 @@ TEST_CASE("Evaluator: each evaluation begins with the metric as it was given") {
     CHECK(evaluate(given) == 7);
     CHECK(evaluate(resettable) == 2);
   }
-  STATIC_REQUIRE_FALSE(inner::resettable<InPlace>);  // which is_metric refuses, see tests/compile_fail
+  STATIC_REQUIRE_FALSE(inner::resettable<InPlace>);  // refused by is_metric, see tests/compile_fail
   STATIC_REQUIRE_FALSE(std::is_trivially_copyable_v<InPlace>);
   CHECK(inner::mode_told_by(ga::F1{}) == ga::Mode::max);
   CHECK(inner::mode_told_by(ga::MeanLoss{}) == ga::Mode::min);
@@ -427,7 +427,7 @@ TEST_CASE("Evaluator: two metrics of one name are refused") {
   REQUIRE_ERROR("got 'loss' twice", inner::Evaluator(Named{"loss"}));
 }
 
-TEST_CASE("Evaluation: prints its metrics with six digits, whatever the stream is set to") {
+TEST_CASE("Evaluation: prints its metrics with six digits, with any format flags of the stream") {
   std::ostringstream text;
   text.precision(2);
   text << ga::Evaluation{.metrics = {{"loss", 0.625}, {"accuracy", 0.784}}};

@@ -33,7 +33,7 @@ TEST_CASE("MetricsFile: CSV") {
   ga::MetricsFile file({.path = path});
   CHECK(text_of(path).empty());
   file.write({{"epoch", 0}, {"loss", 0.5}, {"best", true}});
-  CHECK(text_of(path) == "epoch,loss,best\n0,0.5,1\n");  // is there at once
+  CHECK(text_of(path) == "epoch,loss,best\n0,0.5,1\n");  // written immediately
   file.write({{"epoch", 1}, {"loss", not_a_number}, {"best", false}});
   file.write({{"epoch", 1}, {"loss", -not_a_number}, {"best", false}});
   file.write({{"epoch", -2}, {"loss", infinity}, {"best", false}});
@@ -55,7 +55,7 @@ TEST_CASE("MetricsFile: JSON Lines") {
         "{\"größe\": 1e+300}\n");
 }
 
-TEST_CASE("MetricsFile: whole numbers as large as they get") {
+TEST_CASE("MetricsFile: the largest integers") {
   const Directory directory;
   const Fields fields{{"low", std::numeric_limits<std::int64_t>::min()},
                       {"high", std::numeric_limits<std::int64_t>::max()},
@@ -95,7 +95,7 @@ TEST_CASE("MetricsFile: reading a double gives the same bits") {
   }
 }
 
-TEST_CASE("MetricsFile: begins anew, or goes on with what is there") {
+TEST_CASE("MetricsFile: starts again, or continues an existing file") {
   const Directory directory;
   for (const bool append : {false, true})
     for (const std::string name : {"metrics.csv", "metrics.jsonl"}) {
@@ -109,7 +109,7 @@ TEST_CASE("MetricsFile: begins anew, or goes on with what is there") {
     }
 }
 
-TEST_CASE("MetricsFile: to go on with no file, or an empty one, is to begin") {
+TEST_CASE("MetricsFile: continuing without a file, or with an empty one, starts one") {
   const Directory directory;
   for (const std::string before : {"none", "", "\n"}) {
     const auto path = directory / ("after_" + std::to_string(before.size()) + ".csv");
@@ -139,14 +139,14 @@ TEST_CASE("MetricsFile: a CSV file has the same columns in all lines") {
   CHECK(text_of(path) == "\n" + before + "1,0.25\n");
 }
 
-TEST_CASE("MetricsFile: a line that was cut off is ended before the next") {
+TEST_CASE("MetricsFile: a truncated line is ended before the next") {
   const Directory directory;
   const auto csv = directory / "metrics.csv", json = directory / "metrics.jsonl";
   write_text(csv, "epoch,loss\n0,0.5\n1,0.2");
   write_text(json, "{\"epoch\": 0}\n{\"epo");
   {
     ga::MetricsFile file({.path = csv, .append = true});
-    CHECK(text_of(csv) == "epoch,loss\n0,0.5\n1,0.2");  // nothing before there is a line
+    CHECK(text_of(csv) == "epoch,loss\n0,0.5\n1,0.2");  // unchanged before the first line
     file.write({{"epoch", 2}, {"loss", 0.125}});
     file.write({{"epoch", 3}, {"loss", 0.25}});
   }
@@ -154,12 +154,12 @@ TEST_CASE("MetricsFile: a line that was cut off is ended before the next") {
   CHECK(text_of(csv) == "epoch,loss\n0,0.5\n1,0.2\n2,0.125\n3,0.25\n");
   CHECK(text_of(json) == "{\"epoch\": 0}\n{\"epo\n{\"epoch\": 2}\n");
 
-  write_text(csv, "epoch,loss");  // the names themselves have no end
+  write_text(csv, "epoch,loss");  // the line of names is truncated, too
   write_one({.path = csv, .append = true}, {{"epoch", 0}, {"loss", 0.5}});
   CHECK(text_of(csv) == "epoch,loss\n0,0.5\n");
 }
 
-TEST_CASE("MetricsFile: a full disk is an error, and what comes after it is whole") {
+TEST_CASE("MetricsFile: a full disk is an error, and later lines are complete") {
   const Directory directory;
   const auto path = directory / "metrics.csv";
   ga::MetricsFile file({.path = path});
@@ -207,7 +207,7 @@ TEST_CASE("MetricsFile: lines that cannot be written at the end are a warning") 
   CHECK(contains(warnings.texts()[0], "MetricsFile: " + path.string() + ": File too large"));
 }
 
-TEST_CASE("MetricsFile: a device without room") {
+TEST_CASE("MetricsFile: a full device") {
   const Directory directory;
   const auto path = directory / "full.csv";
   std::filesystem::create_symlink("/dev/full", path);
@@ -215,8 +215,8 @@ TEST_CASE("MetricsFile: a device without room") {
   REQUIRE_ERROR("MetricsFile: " + path.string() + ": No space left on device", file.write({{"epoch", 0}}));
 }
 
-TEST_CASE("MetricsFile: a line goes to the operating system in one piece") {
-  const auto calls = [] {  // of write(), by this process
+TEST_CASE("MetricsFile: a line is written by one call of the operating system") {
+  const auto calls = [] {  // this process's calls of write()
     for (auto& line : split(text_of("/proc/self/io"), '\n'))
       if (line.starts_with("syscw: ")) return std::atoll(line.c_str() + 7);
     return -1LL;
@@ -224,7 +224,7 @@ TEST_CASE("MetricsFile: a line goes to the operating system in one piece") {
   if (calls() < 0) SKIP("needs /proc/self/io");
   const Directory directory;
   ga::MetricsFile file({.path = directory / "metrics.csv"});
-  Fields fields;  // more than any buffer
+  Fields fields;  // larger than any buffer
   for (int i = 0; i < 10'000; ++i) fields.emplace_back("column_" + std::to_string(i), 1.0 / (i + 3));
   const auto before = calls();
   file.write(fields);
@@ -232,13 +232,13 @@ TEST_CASE("MetricsFile: a line goes to the operating system in one piece") {
   CHECK(calls() - before == 2);
 }
 
-TEST_CASE("MetricsFile: lines may wait for others") {
+TEST_CASE("MetricsFile: lines can be buffered") {
   const Directory directory;
   const auto path = directory / "metrics.csv";
   {
     ga::MetricsFile file({.path = path, .flush_every = std::chrono::hours(1)});
     file.write({{"epoch", 0}});
-    CHECK(text_of(path) == "epoch\n0\n");  // its beginning does not
+    CHECK(text_of(path) == "epoch\n0\n");  // the first lines are not buffered
     file.write({{"epoch", 1}});
     file.write({{"epoch", 2}});
     CHECK(text_of(path) == "epoch\n0\n");
@@ -253,7 +253,7 @@ TEST_CASE("MetricsFile: lines may wait for others") {
   CHECK(text_of(path) == "epoch\n0\n1\n4\n");
 }
 
-TEST_CASE("MetricsFile: a path that cannot be written to") {
+TEST_CASE("MetricsFile: refuses a path that cannot be written to") {
   const Directory directory;
   const auto refused = [](const std::filesystem::path& path, const std::string& why) {
     for (const bool append : {false, true})
@@ -261,7 +261,7 @@ TEST_CASE("MetricsFile: a path that cannot be written to") {
   };
   std::filesystem::create_directory(directory / "directory.csv");
   refused(directory / "directory.csv", "Is a directory");
-  refused("/proc/metrics.jsonl", "No such file or directory");  // where nobody may make a file
+  refused("/proc/metrics.jsonl", "No such file or directory");  // no file can be created there
   for (const std::string name : {"", "metrics", "metrics.txt", "metrics.CSV", ".csv"})
     refused(name, "the name must end in .csv or .jsonl");
 }
@@ -299,7 +299,7 @@ TEST_CASE("MetricsFile: lines at the end are removed by a number") {
   CHECK(kept("x.csv", "a,b\n1,2\n1,3\n", 0) == "a,b\n9,9\n");
   CHECK(kept("x.csv", "a,b\n1,2\n", 2) == "a,b\n1,2\n9,9\n");
   CHECK(kept("x.csv", "a,b\n1,5\n1,2\n1,3\n", 2) == "a,b\n1,5\n1,2\n9,9\n");       // only at the end
-  CHECK(kept("x.csv", "a,b\n1,2\n1,3\n1,", 2) == "a,b\n1,2\n9,9\n");               // one was cut off
+  CHECK(kept("x.csv", "a,b\n1,2\n1,3\n1,", 2) == "a,b\n1,2\n9,9\n");               // the last one is truncated
   CHECK(kept("x.csv", "a,b\n1,7\n1,8\n1,1\n1,2\n", 0) == "a,b\n1,7\n1,8\n9,9\n");  // of another run
   write_text(directory / "y.jsonl", "{\"b\": 1, \"moved\": 1}\n{\"b\": 2}\n{\"b\": 2}\n");
   ga::MetricsFile({.path = directory / "y.jsonl", .append = true}).remove_lines_at_end("b", 0, "moved");

@@ -16,7 +16,7 @@ using namespace testing;
 
 namespace {
 
-// The gradient of its second parameter is NaN for a batch of 0, of which the loss is 0; for others it is 1 or -1.
+// For a batch of 0 the loss is 0 and the second parameter's gradient is NaN; for others it is 1 or -1.
 struct Root : torch::nn::Module {
   at::Tensor first = register_parameter("first", torch::zeros({1}));
   at::Tensor second = register_parameter("second", torch::zeros({1}));
@@ -39,7 +39,7 @@ const std::string both = " of epoch 0 (both counted from 0), in update ";
 
 }  // namespace
 
-TEST_CASE("Trainer: a gradient of NaN behind a finite loss is an error before the parameters move") {
+TEST_CASE("Trainer: a NaN gradient of a finite loss is an error before the parameters change") {
   Root net;
   ga::Trainer trainer(net, net.sgd, root);
   const auto batches = batches_with_bad_at(4, 2);
@@ -62,8 +62,8 @@ TEST_CASE("Trainer: a gradient of NaN behind a finite loss is an error before th
   CHECK(std::isnan(net.moved()));
 }
 
-TEST_CASE("Trainer: of a window of several batches, gradients of NaN are found when it closes") {
-  const auto policy = GENERATE(0, 1, 2);  // what measures or changes gradients, too
+TEST_CASE("Trainer: in a window of several batches, NaN gradients are found when it closes") {
+  const auto policy = GENERATE(0, 1, 2);  // also with policies that measure or change gradients
   Root net;
   std::vector<double> norms;
   ga::Trainer trainer(net, net.sgd, root, ga::Accumulate{.steps = 8},
@@ -84,7 +84,7 @@ TEST_CASE("Trainer: of a window of several batches, gradients of NaN are found w
   CHECK(contains(text.str(), "left out for a loss or gradient of NaN or infinity: 8, the first: one of"));
 }
 
-TEST_CASE("Trainer: batches without any gradient but NaN end a fit that waits for updates") {
+TEST_CASE("Trainer: batches with only NaN gradients end a fit with a limit in updates") {
   Root net;
   ga::Trainer trainer(net, net.sgd, root);
   const std::vector<double> batches(3, 0.0);
@@ -116,7 +116,7 @@ TEST_CASE("Trainer: an infinite gradient is found in mixed precision, and by a l
   CHECK(half.policy<ga::MixedPrecision>().amp_scaler->get_scale() == 512.0);
 }
 
-TEST_CASE("Trainer: what counts are the gradients that a policy leaves") {
+TEST_CASE("Trainer: gradients are checked after the policies have changed them") {
   struct Mend {
     void before_step(ga::Gradients& gradients) const {
       for (auto& gradient : gradients.values()) gradient.nan_to_num_(0.25);
@@ -139,7 +139,7 @@ TEST_CASE("Trainer: what counts are the gradients that a policy leaves") {
   CHECK(other.moved() == 1.0);
 }
 
-TEST_CASE("Trainer: a policy that asks for finite gradients has its windows skipped") {
+TEST_CASE("Trainer: windows are skipped if a policy requires finite gradients") {
   struct Asks {
     std::vector<bool>* skipped;
     void before_step(ga::Gradients& gradients) const { gradients.factor().require_finite(); }
@@ -155,7 +155,7 @@ TEST_CASE("Trainer: a policy that asks for finite gradients has its windows skip
   }
 }
 
-TEST_CASE("Trainer: the last saved state is sound after a gradient of NaN") {
+TEST_CASE("Trainer: the last saved state is finite after a NaN gradient") {
   const Directory directory;
   const auto batches = batches_with_bad_at(6, 4);
   {
@@ -174,7 +174,7 @@ TEST_CASE("Trainer: the last saved state is sound after a gradient of NaN") {
   CHECK(std::isfinite(net.moved()));
 }
 
-TEST_CASE("Trainer: stepped in backward, no parameter moves with a gradient of NaN") {
+TEST_CASE("Trainer: with steps in backward, no parameter is updated by a NaN gradient") {
   Root net;
   ga::optim::SGD sgd(net.parameters(), 1.0);
   ga::Trainer trainer(net, sgd, root, ga::OptimizerInBackward{});
@@ -185,7 +185,7 @@ TEST_CASE("Trainer: stepped in backward, no parameter moves with a gradient of N
   CHECK(report.nan_batches == 1);
 }
 
-TEST_CASE("Trainer: a gradient of NaN on a device", "[cuda]") {
+TEST_CASE("Trainer: a NaN gradient on a device", "[cuda]") {
   if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
   const bool clips = GENERATE(false, true);
   Root net;
@@ -200,7 +200,7 @@ TEST_CASE("Trainer: a gradient of NaN on a device", "[cuda]") {
   CHECK(net.moved() == 3.0);
   CHECK((report.skipped == 1 && report.nan_batches == 2));
   auto batches = batches_with_bad_at(4, 3);
-  batches[3] = std::numeric_limits<double>::infinity();  // the loss is at fault, and its gradient, too
+  batches[3] = std::numeric_limits<double>::infinity();  // the loss and its gradient are infinite
   REQUIRE_ERROR("the loss must be finite, got inf for batch 3 of epoch 2", trainer.fit(batches));
   CHECK(net.moved() == 4.0);
 }

@@ -32,7 +32,7 @@ const auto weighted = [](auto& net, auto& batch) { return ga::Loss{loss_of(net, 
 
 bool same_bits(const at::Tensor& a, const at::Tensor& b) { return at::equal(a, b); }
 
-// A model and an optimizer that remembers: the step count of Adam counts, too.
+// A model, and Adam, whose state also depends on the number of steps.
 struct Run {
   torch::nn::Sequential model;
   ga::optim::AdamW adamw;
@@ -40,7 +40,7 @@ struct Run {
       : model(make_model(dtype)), adamw(model->parameters(), ga::optim::AdamWOptions(0.01).weight_decay(0.1)) {}
 };
 
-// A parameter, an optimizer that shows what it was given, and losses whose gradient is chosen: batches are slopes.
+// A parameter, an optimizer with lr 1 that shows the gradient, and losses whose gradient is the batch.
 struct Probe : torch::nn::Module {
   at::Tensor parameter = register_parameter("parameter", torch::zeros({2}, at::kDouble));
   torch::optim::SGD sgd{{parameter}, torch::optim::SGDOptions(1.0)};
@@ -48,7 +48,7 @@ struct Probe : torch::nn::Module {
 };
 const auto slope = [](Probe& probe, double slope) { return (probe.parameter * slope).sum(); };
 
-/// The only warning of a fit, from its epoch on; empty if there is none.
+/// Returns the only warning of a fit, from its epoch on; empty if there is none.
 std::string warnings_of_fit(auto& trainer, const std::vector<double>& batches, const ga::FitOptions& options = {}) {
   const testing::Warnings warnings;
   trainer.fit(batches, options);
@@ -58,7 +58,7 @@ std::string warnings_of_fit(auto& trainer, const std::vector<double>& batches, c
 
 }  // namespace
 
-TEST_CASE("Trainer: the parameters of the same loop by hand, to the bit") {
+TEST_CASE("Trainer: trains bitwise the parameters of the same loop by hand") {
   const auto batches = make_batches({5, 5, 5, 5, 5, 5, 5}, at::kFloat);  // two windows of 3, and a tail of 1
   Run by_hand, trained, other;
   ga::GradAccumulator optimizer(by_hand.adamw, {.steps = 3});
@@ -86,13 +86,13 @@ TEST_CASE("Trainer: the parameters of the same loop by hand, to the bit") {
   CHECK_FALSE(same_bits(flat(other.model), flat(by_hand.model)));
 }
 
-TEST_CASE("Trainer: float16, a loss scale, weights, clipping and a schedule, as by hand, to the bit") {
+TEST_CASE("Trainer: float16, a loss scale, weights, clipping and a schedule match a loop by hand, to the bit") {
   const auto batches = make_batches({5, 2, 7, 4, 1, 6, 3}, at::kFloat);
   const ga::lr::Cosine cosine{.peak = 0.02, .warmup = 2, .total = 12};
   const auto overflows = [](std::size_t i) { return i == 1 || i == 4; };
   Run by_hand, trained;
   ga::GradAccumulator optimizer(by_hand.adamw, {.steps = 2});
-  ga::AmpScaler scaler({.init_scale = 1000.0, .growth_interval = 2});  // no power of two: its rounding must match, too
+  ga::AmpScaler scaler({.init_scale = 1000.0, .growth_interval = 2});  // not a power of two, so that rounding matters
   const auto set_rate = [&] { by_hand.adamw.param_groups()[0].options().set_lr(cosine(optimizer.updates())); };
   for (int epoch = 0; epoch < 3; ++epoch) {
     for (std::size_t i = 0; i < batches.size(); ++i) {
@@ -132,7 +132,7 @@ TEST_CASE("Trainer: float16, a loss scale, weights, clipping and a schedule, as 
   CHECK(trainer.policy<ga::MixedPrecision>().amp_scaler->get_scale() != 1000.0);
 }
 
-TEST_CASE("Trainer: the order of policies makes no difference to the bit") {
+TEST_CASE("Trainer: the order of policies does not change a bit") {
   const auto batches = make_batches({5, 2, 7, 4, 1}, at::kFloat);  // weights: 15, 6, 21, …; none a power of two
   const ga::Accumulate accumulate{.steps = 3};
   const ga::MixedPrecision precision{.dtype = at::kHalf, .scaler = {.init_scale = 1000.0}};
@@ -162,7 +162,7 @@ TEST_CASE("Trainer: ClipValue clips the elements of the mean, unscaled") {
   CHECK(at::equal(probe.parameter, torch::tensor({-2.5, -1.0}, at::kDouble)));
 }
 
-TEST_CASE("Trainer: a window is the mean over all its items, as of one large batch") {
+TEST_CASE("Trainer: a window is the mean over all its items, like one large batch") {
   const auto batches = make_batches({5, 2, 7, 4, 1});
   const auto after = [&](const auto& data, auto objective, auto... policies) {
     auto model = make_model();
@@ -182,7 +182,7 @@ TEST_CASE("Trainer: a window is the mean over all its items, as of one large bat
   CHECK(distance(after(batches, unweighted, ga::Accumulate{.steps = 5}), expected) > 1e-3);  // a mean of means
 }
 
-TEST_CASE("Trainer: windows and metrics count the samples of a loss that tells no items") {
+TEST_CASE("Trainer: windows and metrics count the samples of a loss without items") {
   const auto batches = make_batches({8, 8, 8, 1});
   auto model = make_model();
   torch::optim::SGD sgd(model->parameters(), 0.0);
@@ -197,7 +197,7 @@ TEST_CASE("Trainer: windows and metrics count the samples of a loss that tells n
   CHECK(trainer.evaluate(batches)["loss"] == Approx(whole).epsilon(1e-14));
 }
 
-TEST_CASE("Trainer: the three kinds of model, and whatever points to an optimizer") {
+TEST_CASE("Trainer: the three kinds of model, and all pointers to an optimizer") {
   const auto batches = make_batches({4, 4});
   auto expected = make_model();
   {
@@ -258,7 +258,7 @@ TEST_CASE("Trainer: the three kinds of model, and whatever points to an optimize
 
 namespace {
 
-// Everything an optimizer needs, and not a torch::optim::Optimizer.
+// Has the interface of an optimizer, and does not derive from torch::optim::Optimizer.
 struct OwnOptimizer {
   struct Group {
     std::vector<at::Tensor> parameters;
@@ -279,7 +279,7 @@ struct OwnOptimizer {
 
 }  // namespace
 
-TEST_CASE("Trainer: an optimizer of the user's own") {
+TEST_CASE("Trainer: a user's optimizer") {
   Probe probe;
   OwnOptimizer own{.groups = {{{probe.parameter}}}};
   double rate = 0;
@@ -335,7 +335,7 @@ TEST_CASE("Trainer: batches of any type, and of any range") {
   }
 }
 
-TEST_CASE("Trainer: an empty loader trains nothing, and says so") {
+TEST_CASE("Trainer: an empty loader trains nothing, and prints a warning") {
   Probe probe;
   ga::Trainer trainer(probe, probe.sgd, slope, ga::Accumulate{.steps = 2});
   const std::vector<double> none;
@@ -356,7 +356,7 @@ TEST_CASE("Trainer: an empty loader trains nothing, and says so") {
   CHECK(text.str() == "loss: nan (of no samples)\ntest at update 3: loss: 0.500000");
 }
 
-TEST_CASE("Trainer: batches that bring nothing are not gone through for ever") {
+TEST_CASE("Trainer: batches without updates do not loop forever") {
   Probe probe;
   const std::vector<double> batches{1.0, 2.0};
   SECTION("losses without items") {
@@ -370,7 +370,7 @@ TEST_CASE("Trainer: batches that bring nothing are not gone through for ever") {
     ga::Trainer trainer(probe, probe.sgd, [](Probe& net, double) { return net.parameter.sum() * not_a_number; });
     REQUIRE_ERROR("fit must make 1 updates, but epoch 0 (counted from 0) made none: losses or gradients were NaN",
                   trainer.fit(batches, {.updates = 1, .on_nan = ga::OnNan::skip}));
-    CHECK(warnings_of_fit(trainer, batches, {.on_nan = ga::OnNan::skip}) == "");  // the report says it
+    CHECK(warnings_of_fit(trainer, batches, {.on_nan = ga::OnNan::skip}) == "");  // the report says so
   }
   SECTION("a window that is never full, and dropped") {
     ga::Trainer trainer(probe, probe.sgd, slope, ga::Accumulate{.steps = 3});
@@ -382,7 +382,7 @@ TEST_CASE("Trainer: batches that bring nothing are not gone through for ever") {
   }
 }
 
-TEST_CASE("Trainer: epochs or updates say when to stop, whichever comes first") {
+TEST_CASE("Trainer: epochs or updates end a fit, whichever comes first") {
   const std::vector<double> batches{1.0, 1.0, 1.0, 1.0, 1.0};
   Probe probe;
   std::vector<std::int64_t> updates, epochs;
@@ -420,7 +420,7 @@ TEST_CASE("Trainer: epochs or updates say when to stop, whichever comes first") 
   REQUIRE_ERROR("FitOptions: updates must be >= 0, got -2", trainer.fit(batches, {.updates = -2}));
 }
 
-TEST_CASE("Trainer: the last, shorter window is stepped, dropped or carried on") {
+TEST_CASE("Trainer: the last, shorter window is flushed, dropped or carried over") {
   const std::vector<double> batches{1.0, 3.0, 5.0};
   Probe probe;
   ga::Trainer trainer(probe, probe.sgd, slope, ga::Accumulate{.steps = 2});
@@ -453,7 +453,7 @@ TEST_CASE("Trainer: the last, shorter window is stepped, dropped or carried on")
   }
 }
 
-TEST_CASE("Trainer: step, flush and discard, for a loop of one's own") {
+TEST_CASE("Trainer: step, flush and discard, for a user's loop") {
   Probe probe;
   ga::Trainer trainer(probe, probe.sgd, slope, ga::Accumulate{.steps = 2});
   CHECK_FALSE(trainer.step(1.0));
@@ -468,7 +468,7 @@ TEST_CASE("Trainer: step, flush and discard, for a loop of one's own") {
   CHECK(trainer.updates() == 2);
 }
 
-TEST_CASE("Trainer: tells what happened in a window") {
+TEST_CASE("Trainer: reports the results of a window") {
   Probe probe;
   std::vector<ga::Step> steps;
   const std::vector<std::pair<double, int>> batches{{1.0, 1}, {4.0, 2}, {7.0, 3}};
@@ -492,7 +492,7 @@ TEST_CASE("Trainer: tells what happened in a window") {
   CHECK(steps[0].lr == 1.0);
   CHECK(steps[1].items == 3);
   CHECK(steps[1].micro_batches == 1);
-  CHECK(steps[1].loss.item<double>() == Approx(70.0 - 2 * 3 * 7.0).epsilon(1e-14));  // of this window alone
+  CHECK(steps[1].loss.item<double>() == Approx(70.0 - 2 * 3 * 7.0).epsilon(1e-14));  // of this window only
 }
 
 namespace {
@@ -520,14 +520,14 @@ TEST_CASE("Trainer: closing() is true in the backward that fills the window") {
   CHECK_FALSE(trainer.closing());
 }
 
-TEST_CASE("Trainer: stop() ends a fit after the micro-batch in hand, and its tail") {
+TEST_CASE("Trainer: stop() ends a fit after the current micro-batch, and its tail") {
   Probe probe;
   std::function<void()> stop;
   ga::Trainer trainer(probe, probe.sgd, slope, ga::Accumulate{.steps = 2}, [&](const ga::Step& step) {
     if (step.update == 2) stop();
   });
   stop = [&] { trainer.stop(); };
-  stop();  // does nothing where there is no fit
+  stop();  // does nothing outside of fit
   const auto report = trainer.fit(std::vector<double>(9, 1.0), {.epochs = 5});
   CHECK(report.updates == 2);
   CHECK(report.samples == 4);
@@ -545,7 +545,7 @@ TEST_CASE("Trainer: stop() ends a fit after the micro-batch in hand, and its tai
   CHECK(inside.fit(std::vector<double>(9, 1.0)).updates == 2);  // 2 + 1
 }
 
-TEST_CASE("Trainer: the window so far tells its items before it closes, so that policies can go by them") {
+TEST_CASE("Trainer: policies can read the open window's items before it closes") {
   struct UntilItems {
     double items;
     const ga::Step* window = nullptr;
@@ -566,7 +566,7 @@ TEST_CASE("Trainer: the window so far tells its items before it closes, so that 
   CHECK(items == std::vector<double>{12, 11});
 }
 
-TEST_CASE("Trainer: the window closes when no policy is against it") {
+TEST_CASE("Trainer: the window closes if no policy objects") {
   struct EveryThird {
     int asked = 0;
     bool ready() { return ++asked % 3 == 0; }
@@ -576,10 +576,10 @@ TEST_CASE("Trainer: the window closes when no policy is against it") {
   ga::Trainer trainer(probe, probe.sgd, slope, ga::Accumulate{.steps = 2}, EveryThird{});
   CHECK(trainer.fit(batches).updates == 2);
   ga::Trainer other_order(probe, probe.sgd, slope, EveryThird{}, ga::Accumulate{.steps = 2});
-  CHECK(other_order.fit(batches).updates == 2);  // all are asked, whatever the others say
+  CHECK(other_order.fit(batches).updates == 2);  // all policies are asked
 }
 
-TEST_CASE("Trainer: what a policy says of a window that is open") {
+TEST_CASE("Trainer: a policy must not read the values of an open window") {
   struct Peeks {
     void after_backward(ga::Gradients& so_far) { so_far.values(); }
   };
@@ -588,7 +588,7 @@ TEST_CASE("Trainer: what a policy says of a window that is open") {
   REQUIRE_ERROR("inside a window would mix multiplied sums with those to come", trainer.step(1.0));
 }
 
-TEST_CASE("Trainer: a loss of NaN is an error that says where, before the parameters move") {
+TEST_CASE("Trainer: a NaN loss is an error with its position, before the parameters change") {
   const auto bad = GENERATE(as<double>(), not_a_number, std::numeric_limits<double>::infinity());
   Probe probe;
   ga::Trainer with_offset(
@@ -605,7 +605,7 @@ TEST_CASE("Trainer: a loss of NaN is an error that says where, before the parame
   CHECK(report.nan_batches == 1);
   CHECK(report.first_nan == "batch 3 of epoch 1 (both counted from 0), in update 3");
   CHECK(report.updates == 3);
-  CHECK(probe.moved() == 4.0);  // each window is the mean of those that were left
+  CHECK(probe.moved() == 4.0);  // each window is the mean of the remaining batches
   std::ostringstream text;
   text << report;
   CHECK(contains(text.str(), "left out for a loss or gradient of NaN or infinity: 1, the first: batch 3 of epoch 1"));
@@ -616,7 +616,7 @@ TEST_CASE("Trainer: a loss of NaN is an error that says where, before the parame
   CHECK(contains(twice.first_nan, "batch 1 of epoch 3"));
 }
 
-TEST_CASE("Trainer: NaN gradients go into the window if NaN losses are ignored") {
+TEST_CASE("Trainer: NaN gradients count in the window if NaN losses are ignored") {
   Probe probe;
   ga::Trainer trainer(probe, probe.sgd, slope);
   trainer.fit(std::vector<double>{not_a_number}, {.on_nan = ga::OnNan::ignore});
@@ -665,7 +665,7 @@ TEST_CASE("Trainer: evaluates in evaluation mode, without gradients, weighted by
   CHECK(net.saw_grad);
 }
 
-TEST_CASE("Trainer: an evaluation inside of fit leaves training as it was") {
+TEST_CASE("Trainer: an evaluation inside of fit does not change the training") {
   Probe probe;
   std::vector<bool> modes;
   std::function<void()> evaluate;
@@ -682,7 +682,7 @@ TEST_CASE("Trainer: an evaluation inside of fit leaves training as it was") {
   CHECK(modes == std::vector<bool>{true, false, false, true, false, false});
 }
 
-TEST_CASE("Trainer: a smoke run does one window of everything") {
+TEST_CASE("Trainer: a smoke run makes one window of everything") {
   struct Counts {
     int begun = 0, ended = 0, windows = 0;
     void on_epoch_begin(std::int64_t) { ++begun; }
@@ -704,9 +704,9 @@ TEST_CASE("Trainer: a smoke run does one window of everything") {
   CHECK(counts.begun == 1);
   CHECK(counts.ended == 1);
   CHECK(counts.windows == 1);
-  batches.resize(2);  // less than a window
+  batches.resize(2);  // fewer than a window
   CHECK(trainer.fit(batches, {.epochs = 20, .tail = ga::Tail::drop, .smoke = true}).updates == 1);
-  CHECK(trainer.evaluate(batches).samples == 2);  // not a smoke run any more
+  CHECK(trainer.evaluate(batches).samples == 2);  // no longer a smoke run
 }
 
 TEST_CASE("Trainer: parameters that join the optimizer are trained from the next window on") {
@@ -721,7 +721,7 @@ TEST_CASE("Trainer: parameters that join the optimizer are trained from the next
   trainer.step(1.0);
   trainer.step(5.0);
   CHECK(probe.moved() == 3.0);
-  probe.sgd.add_param_group(torch::optim::OptimizerParamGroup({more}));  // it has collected gradients so far
+  probe.sgd.add_param_group(torch::optim::OptimizerParamGroup({more}));  // it has accumulated gradients so far
   trainer.step(1.0);
   trainer.step(3.0);
   CHECK(more.item<double>() == -4.0);
@@ -734,12 +734,12 @@ TEST_CASE("Trainer: parameters that join the optimizer are trained from the next
   joins.step(1.0);
   joins.step(3.0);
   probe.sgd.add_param_group(torch::optim::OptimizerParamGroup({late}));
-  REQUIRE_ERROR("the gradients changed", joins.flush());  // late's are of the window, and of before, who knows
+  REQUIRE_ERROR("the gradients changed", joins.flush());  // late's gradient may be from before the window
   joins.fit(std::vector<double>{1.0, 3.0});
   CHECK(late.item<double>() == -4.0);
 }
 
-TEST_CASE("Trainer: gradients of before a window have no part in it") {
+TEST_CASE("Trainer: gradients from before a window do not count in it") {
   Probe probe;
   const auto old_gradients = [&] { (probe.parameter.sum() * 100).backward(); };
   old_gradients();
@@ -750,12 +750,12 @@ TEST_CASE("Trainer: gradients of before a window have no part in it") {
   old_gradients();
   trainer.fit(std::vector<double>{2.0});
   CHECK(probe.moved() == 3.0);
-  { ga::Trainer(probe, probe.sgd, slope, ga::Accumulate{.steps = 2}).step(50.0); }  // it leaves a window open
+  { ga::Trainer(probe, probe.sgd, slope, ga::Accumulate{.steps = 2}).step(50.0); }  // leaves a window open
   trainer.fit(std::vector<double>{2.0});
   CHECK(probe.moved() == 5.0);
 }
 
-TEST_CASE("Trainer: two of them whose losses reach each other's parameters, as of a GAN") {
+TEST_CASE("Trainer: two Trainers whose losses reach each other's parameters, as in a GAN") {
   Probe left, right;
   const auto both = [&](Probe&, double value) { return (left.parameter + right.parameter).sum() * value; };
   ga::Trainer first(left, left.sgd, both), second(right, right.sgd, both);
@@ -767,7 +767,7 @@ TEST_CASE("Trainer: two of them whose losses reach each other's parameters, as o
   CHECK(right.moved() == 30.0);
 }
 
-TEST_CASE("Trainer: an optimizer that was made for another model is found out") {
+TEST_CASE("Trainer: an optimizer that was made for another model is detected") {
   Probe probe, other;
   ga::Trainer trainer(probe, other.sgd, slope);
   const std::vector<double> batches{1.0, 2.0};
@@ -845,7 +845,7 @@ TEST_CASE("Trainer: null pointers, a fit inside a fit, a step inside an objectiv
       ga::Trainer(probe, probe.sgd, slope).fit(OnePass{&left}, {.epochs = 2}));
 }
 
-TEST_CASE("Trainer: a state that makes no sense changes nothing") {
+TEST_CASE("Trainer: an invalid state changes nothing") {
   Probe probe;
   ga::Trainer trainer(probe, probe.sgd, slope);
   trainer.fit(std::vector<double>{1.0});
@@ -864,7 +864,7 @@ TEST_CASE("Trainer: a state that makes no sense changes nothing") {
 
 namespace {
 
-// Notes which hooks are called, in which order.
+// Records the order in which hooks are called.
 struct Order {
   std::vector<std::string> calls = {};
   int forward_scope() { return calls.push_back("forward_scope"), 0; }
@@ -882,7 +882,7 @@ struct Order {
 
 }  // namespace
 
-TEST_CASE("Trainer: hooks are called in the order that is documented") {
+TEST_CASE("Trainer: hooks are called in the documented order") {
   Probe probe;
   ga::Trainer trainer(probe, probe.sgd, slope, Order{});
   trainer.fit(std::vector<double>{1.0});
@@ -895,7 +895,7 @@ TEST_CASE("Trainer: hooks are called in the order that is documented") {
   CHECK(trainer.policy<Order>().calls == Calls{"begin 1", "end 1", "begin 2", "end 2"});
 }
 
-TEST_CASE("Trainer: a window without items is not stepped, whatever its gradients") {
+TEST_CASE("Trainer: a window without items is not stepped, with any gradients") {
   Probe probe;
   struct Counts : torch::optim::SGD {
     using SGD::SGD;
@@ -907,7 +907,7 @@ TEST_CASE("Trainer: a window without items is not stepped, whatever its gradient
   CHECK(counts.steps == 0);
 }
 
-TEST_CASE("Trainer: 16-bit gradients are summed in float32 if that is asked for") {
+TEST_CASE("Trainer: 16-bit gradients are summed in float32 on request") {
   const auto gradient_sum = [](auto accumulate) {
     struct Net : torch::nn::Module {
       at::Tensor parameter = register_parameter("parameter", torch::zeros({1}, at::kBFloat16));
@@ -934,7 +934,7 @@ TEST_CASE("Trainer: a report that prints as a summary") {
   CHECK(report.samples_per_second == Approx(2 / report.seconds));
   CHECK(report.peak_bytes.at("cpu") > 0);
   CHECK(report.occupied_bytes.at("cpu") > 1 << 20);
-  CHECK(report.peak_resident_bytes > report.occupied_bytes.at("cpu") / 2);  // Linux counts them a bit apart
+  CHECK(report.peak_resident_bytes > report.occupied_bytes.at("cpu") / 2);  // Linux measures them slightly differently
   std::ostringstream text;
   text << report;
   CHECK(contains(text.str(), "Time: "));
@@ -973,7 +973,7 @@ TEST_CASE("Trainer: its state is saved and loaded") {
         uninterrupted->policy<ga::MixedPrecision>().amp_scaler->state_dict());
 }
 
-TEST_CASE("Trainer: what hides behind a reference is found out") {
+TEST_CASE("Trainer: LBFGS and accumulators behind a reference are refused") {
   Probe probe;
   torch::optim::LBFGS lbfgs(probe.parameters());
   torch::optim::Optimizer& base = lbfgs;
@@ -986,7 +986,7 @@ TEST_CASE("Trainer: what hides behind a reference is found out") {
 
 namespace {
 
-// A policy that looks at its Trainer when it goes.
+// A policy that uses its Trainer in its destructor.
 struct LooksBack {
   ga::TrainerBase* trainer = nullptr;
   std::vector<std::size_t>* seen = nullptr;
@@ -1001,7 +1001,7 @@ struct LooksBack {
 
 }  // namespace
 
-TEST_CASE("Trainer: a policy that goes can still see model and optimizer") {
+TEST_CASE("Trainer: a policy's destructor can use model and optimizer") {
   std::vector<std::size_t> seen;
   {
     torch::nn::Linear model(2, 1);
@@ -1015,7 +1015,7 @@ TEST_CASE("Trainer: a policy that goes can still see model and optimizer") {
   CHECK(seen == std::vector<std::size_t>{4});
 }
 
-TEST_CASE("Trainer: a policy that goes since another one is refused sees them, too") {
+TEST_CASE("Trainer: a policy that is destroyed because another one is refused can use them, too") {
   std::vector<std::size_t> seen;
   Probe probe;
   REQUIRE_ERROR("steps must be >= 1",
@@ -1050,7 +1050,7 @@ TEST_CASE("Trainer: a policy may be absent") {
                 trainer.policy<ga::ClipNorm>());
 }
 
-TEST_CASE("Trainer: a rate that is scheduled is not set where another policy is refused") {
+TEST_CASE("Trainer: a schedule does not set its rate if another policy is refused") {
   Probe probe;
   const ga::Schedule schedule{[](std::int64_t) { return 0.25; }};
   const auto rate = [&] { return probe.sgd.param_groups()[0].options().get_lr(); };
@@ -1060,7 +1060,7 @@ TEST_CASE("Trainer: a rate that is scheduled is not set where another policy is 
   CHECK(rate() == 0.25);
 }
 
-TEST_CASE("Trainer: a window's misuse is said to those who have a Trainer") {
+TEST_CASE("Trainer: errors of a window give advice for a Trainer") {
   const auto batches = make_batches({3, 3, 3, 3});
   Run run(at::kDouble);
   const int which = GENERATE(0, 1);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// An exception from any hook, and from whatever else a Trainer calls, leaves model, optimizer and modes usable.
+// An exception from any hook, and from all other code that a Trainer calls, leaves model, optimizer and modes usable.
 #include "support/catch.hpp"
 
 #include <gradaccum/grad_accumulator.hpp>
@@ -20,7 +20,7 @@ using namespace testing;
 
 namespace {
 
-// Throws in the hook of this name, the second time that it is called.
+// Throws in the hook of this name at its second call.
 struct Throws {
   std::string where = {};
   std::map<std::string, int> calls = {};
@@ -55,7 +55,7 @@ bool has_gradients(const torch::nn::Sequential& model) {
 
 }  // namespace
 
-TEST_CASE("Trainer: after an exception from any hook, training goes on as if the broken window had not been") {
+TEST_CASE("Trainer: after an exception from any hook, training continues as if the broken window had not existed") {
   const auto batches = make_batches({3, 4, 5, 3, 4, 5, 3});
   auto model = make_model(), peer = make_model();
   torch::optim::Adam adam(model->parameters(), 0.01), peer_adam(peer->parameters(), 0.01);
@@ -74,7 +74,7 @@ TEST_CASE("Trainer: after an exception from any hook, training goes on as if the
   CHECK_FALSE(trainer.closing());
   CHECK_FALSE(has_gradients(model));
 
-  // A new trainer over a copy of the model and the optimizer does the same from here on.
+  // A new trainer with a copy of the model and the optimizer gives the same results from here on.
   {
     at::NoGradGuard no_grad;
     for (std::size_t i = 0; i < model->parameters().size(); ++i) peer->parameters()[i].copy_(model->parameters()[i]);
@@ -191,7 +191,7 @@ TEST_CASE("Trainer: exceptions of the objective, the loader, the optimizer and a
   }
 }
 
-TEST_CASE("Trainer: parts that their owner has frozen stay frozen, and grad mode is as before") {
+TEST_CASE("Trainer: parts frozen by the user stay frozen, and grad mode is restored") {
   auto model = make_model();
   model->children()[1]->eval();
   torch::optim::SGD sgd(model->parameters(), 0.1);
@@ -216,7 +216,7 @@ TEST_CASE("Trainer: parts that their owner has frozen stay frozen, and grad mode
   CHECK_FALSE(at::GradMode::is_enabled());
 }
 
-TEST_CASE("Trainer: skipped windows move neither schedule nor average, and are not counted") {
+TEST_CASE("Trainer: skipped windows change neither schedule nor average, and are not counted") {
   auto model = make_model(at::kFloat);
   torch::optim::SGD sgd(model->parameters(), 0.1);
   std::int64_t seen = 0, callbacks = 0;
@@ -248,7 +248,7 @@ TEST_CASE("Trainer: skipped windows move neither schedule nor average, and are n
   CHECK(trainer.policy<ga::MixedPrecision>().amp_scaler->get_scale() == 256.0);
 }
 
-TEST_CASE("Trainer: batches that carry a graph are an error with the batch's number, which says to detach them") {
+TEST_CASE("Trainer: batches with a graph are an error with the batch's number, and advice to detach them") {
   auto model = make_model();
   torch::optim::SGD sgd(model->parameters(), 0.01);
   auto batches = make_batches({3, 4});
@@ -262,7 +262,7 @@ TEST_CASE("Trainer: batches that carry a graph are an error with the batch's num
   CHECK(trainer.fit(batches).updates == 2);
 }
 
-/// Adds losses up, as a metric may; 1 if their graphs stay.
+/// A metric that sums losses; 1 if they still have a graph.
 struct SumOfLosses {
   static constexpr std::string_view name = "graphs";
   void add(const ga::Loss& loss) { sum = sum.defined() ? sum + loss.mean : loss.mean * 1; }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// kill TRAIN DIRECTORY KILLS [RANKS]: kills the program train.cpp so often (as GRADACCUM_KILLS says where that is
-// given), at moments of two kinds: anywhere in its training, and while a state is written or removed. After each kill
-// all that is finished must be whole; and each training must end with the hash of one that nobody disturbed. With 0:
-// the same with SIGTERM and SIGINT; and not so with a state that has other random numbers. With RANKS, one of so many
-// is killed while a state is written, the others end by themselves, and all begin again.
+// kill TRAIN DIRECTORY KILLS [RANKS]: kills the program train.cpp this number of times (GRADACCUM_KILLS overrides it),
+// at random moments of its training, and while a state is written or removed. After each kill all finished states must
+// be intact, and each training must end with the hash of an uninterrupted one. KILLS 0: stops it by SIGTERM and SIGINT
+// instead, and checks that a state with other random numbers gives another hash. RANKS: kills one of several ranks
+// while a state is written; the others must end, and all start again.
 
 #include <gradaccum/detail/io/files.hpp>
 #include <gradaccum/detail/io/formats.hpp>
@@ -44,7 +44,7 @@ void require(bool fulfilled, const std::string& what) {
 
 bool is_unfinished(std::string_view name) { return name.find(".tmp-") != name.npos; }
 
-/// Sees states come and go in a directory.
+/// Watches a directory for states that appear and disappear.
 class Observer {
  public:
   explicit Observer(const std::filesystem::path& directory) {
@@ -53,7 +53,7 @@ class Observer {
       throw std::runtime_error("no inotify");
   }
 
-  /// Waits until a state has begun to be written or removed; false after some time without.
+  /// Waits until a state begins to be written or removed; returns false after a timeout.
   bool wait_for_unfinished() const {
     alignas(inotify_event) char events[4096];
     pollfd ready{queue_.number(), POLLIN, 0};
@@ -109,7 +109,7 @@ class Trial {
     more.insert(more.begin(), {program_, states.string()});
     return Ranks(std::move(more), ranks_);
   }
-  /// What is finished is whole; gives the names of what is not.
+  /// Checks that finished states are intact; returns the names of unfinished ones.
   static std::set<std::string> check_states(const std::filesystem::path& states) {
     for (const auto& state : inner::StateDirectory(states).finished())
       inner::check_files(state.path, inner::read_manifest(state.path));
@@ -118,7 +118,7 @@ class Trial {
       if (is_unfinished(name)) unfinished.insert(name);
     return unfinished;
   }
-  /// The training has come to its end, and has left states and nothing else.
+  /// Checks that the training has ended and has left only states. Returns its hash.
   static std::string checked_hash(const Process::End& end, const std::filesystem::path& states) {
     require(end.status == 0, "the training must end, got status " + std::to_string(end.status));
     require(check_states(states).empty(), states.string() + ": nothing unfinished must be left");
@@ -141,12 +141,12 @@ class Trial {
     run_time_ = std::chrono::duration_cast<Microseconds>(Clock::now() - begin);
     training_time_ = std::chrono::duration_cast<Microseconds>(Clock::now() - training);
     require(hash_.size() == static_cast<std::size_t>(9 * ranks_ - 1), "each rank must give a hash, got " + hash_);
-    check(start(states).end(), states);  // which has nothing to do
+    check(start(states).end(), states);  // a finished training has nothing to do
   }
 
   void stop_by_signals() {
     const auto states = directory_ / "signals";
-    // After micro-batches 1, 3, 16 and 26 of windows of 3 and epochs of 26; at the end of an epoch; and after 65.
+    // After micro-batches 1, 3, 16 and 26, with windows of 3 and epochs of 26; at the end of an epoch; and after 65.
     for (const auto& [signal, micro_batch, window] : {std::array{SIGTERM, 1, 1},
                                                       {SIGINT, 2, 0},
                                                       {SIGTERM, 13, 1},
@@ -166,7 +166,7 @@ class Trial {
       while (!stops(others, sent, random_time(longest))) longest /= 2;
     check(start(others).end(), others);
   }
-  /// From outside, at any moment; false if it came too late.
+  /// Stops the program by a signal at a random moment; returns false if the signal came too late.
   bool stops(const std::filesystem::path& states, int signal, Microseconds moment) const {
     auto process = start(states);
     process.wait_for("training");
@@ -174,13 +174,13 @@ class Trial {
     process.kill(signal);
     const auto end = process.end();
     if (!end.killed && end.status == 128 + signal) return true;
-    // It came when the fit was over, whose signals are then the system's again.
+    // The signal came after the fit, when it has the default action again.
     if (!end.killed || !end.value("hash").empty()) check_hash(end.value("hash"), states);
     std::filesystem::remove_all(states);
     return false;
   }
 
-  /// Right by its checksums; that random numbers are saved matters.
+  /// Changes a state's random numbers, with correct checksums, to show that saving them matters.
   void change_random_numbers() const {
     for (const bool change : {false, true}) {
       const auto states = directory_ / (change ? "other_numbers" : "same_numbers");
@@ -193,7 +193,7 @@ class Trial {
     }
   }
 
-  /// One training, in as many processes as that takes; the last is not disturbed.
+  /// Runs one training in as many processes as the kills require; the last process is not killed.
   void kill_until_done(int kills) {
     const auto states = directory_ / std::to_string(trainings_++);
     while (!ends_in(states, kills)) {
@@ -216,17 +216,17 @@ class Trial {
     }
     require(end.status == 128 + SIGKILL, "SIGKILL must have ended it");
     ++kills_;
-    const auto after = check_states(states);  // what was there before may not have been swept yet
+    const auto after = check_states(states);  // older leftovers may still exist
     in_states_ += !std::includes(before.begin(), before.end(), after.begin(), after.end());
     return false;
   }
 
   void kill_some_time(Ranks& process, const Observer& observer) {
-    if (ranks_ == 1 && random_() % 2 == 0) {  // ranks that have yet to meet would wait for each other
+    if (ranks_ == 1 && random_() % 2 == 0) {  // ranks that have not connected would wait for each other
       std::this_thread::sleep_for(random_time(run_time_));
     } else if (process.wait_for("training")) {
       for (auto states = random_() % 3 + 1; states > 0; --states) observer.wait_for_unfinished();
-      // Rather early: on some disks it takes a hundred times as long as on others.
+      // Prefers early moments, because writing takes a hundred times as long on some disks.
       std::this_thread::sleep_for(random_time(random_time(random_time(Microseconds(20000)))));
     }
     process.kill(SIGKILL, random_() % static_cast<std::size_t>(ranks_));

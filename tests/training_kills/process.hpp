@@ -14,10 +14,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-/// Programs that are started, watched and killed.
+/// Starts, watches and kills programs.
 namespace training_kills {
 
-/// A program that runs, and what it prints. Killed at the end of its scope, if it runs then.
+/// A running program and its output. The destructor kills it if it still runs.
 class Process {
  public:
   explicit Process(std::vector<std::string> arguments) {
@@ -31,7 +31,7 @@ class Process {
       ::dup2(ends[1], STDOUT_FILENO);
       ::close(ends[0]);
       ::close(ends[1]);
-      for (const int signal : {SIGINT, SIGTERM}) std::signal(signal, SIG_DFL);  // a shell's background ignores some
+      for (const int signal : {SIGINT, SIGTERM}) std::signal(signal, SIG_DFL);  // ignored in a shell's background jobs
       ::execv(pointers[0], pointers.data());
       ::_exit(127);
     }
@@ -49,22 +49,22 @@ class Process {
     ::close(from_);
   }
 
-  /// Reads until it has printed this line; false if it ends without.
+  /// Reads until the program has printed this line; returns false if it ends without it.
   bool wait_for(std::string_view line) {
     while (output_.find(line) == output_.npos)
       if (!read()) return false;
     return true;
   }
-  /// It may have ended just before: then nothing happens.
+  /// Sends a signal. Does nothing if the program has ended.
   void kill(int signal) const { ::kill(id_, signal); }
 
-  /// Its end: as a shell tells it, 128 + signal where one killed it; and whether one did.
+  /// How a program ended: the status, as in a shell 128 + signal if one killed it; and whether one did.
   struct End {
     int status = 0;
     bool killed = false;
     std::string output = {};
 
-    /// The rest of the line that begins so; of several ranks, one after another.
+    /// Returns the rest of the line that begins with this name; of several ranks, one after another.
     std::string value(const std::string& name) const {
       std::string values;
       std::istringstream lines(output);
@@ -124,7 +124,7 @@ class Ranks {
     std::next(ranks_.begin(), static_cast<long>(rank))->kill(signal);
   }
 
-  /// The status of one that was killed, or else the first that is not 0.
+  /// Returns the status of a killed rank, or else the first that is not 0.
   Process::End end() {
     Process::End all;
     for (auto& rank : ranks_) {

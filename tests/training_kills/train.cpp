@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// train DIRECTORY [SIGNAL MICRO_BATCH]: trains a small model with all that has a state, goes on from the newest state
-// in DIRECTORY, and ends by telling a hash of all that it has. After that many micro-batches it gets that signal. With
-// RANK and WORLD_SIZE in the environment it is one of several ranks.
+// train DIRECTORY [SIGNAL MICRO_BATCH]: trains a small model with all parts that have a state, resumes from the newest
+// state in DIRECTORY, and prints a hash of all values at the end. After MICRO_BATCH micro-batches it raises SIGNAL.
+// With RANK and WORLD_SIZE in the environment it is one of several ranks.
 //
-// train rewrite DIRECTORY [SEED]: writes the newest state once more, whole and right, with the random numbers of SEED.
+// train rewrite DIRECTORY [SEED]: writes the newest state again, valid, with the random numbers of SEED.
 
 #include "support/catch.hpp"
 
@@ -40,7 +40,7 @@ void say(const std::string& line) {
   std::fflush(stdout);
 }
 
-/// Says when training has begun, and raises a signal.
+/// Prints when training has begun, and raises a signal.
 struct Watch {
   int signal = 0;
   std::int64_t at = 0, seen = 0;
@@ -51,7 +51,7 @@ struct Watch {
   }
 };
 
-/// Of names and values; from where the program stopped to the end they are all the same.
+/// A hash of names and values.
 class Hash {
  public:
   void add(const at::Tensor& tensor) {
@@ -79,7 +79,7 @@ class Hash {
   std::uint32_t crc_ = 0;
 };
 
-/// All that it has, and the next random numbers. What `state` left out, the parameters would tell.
+/// Returns a hash of the state and of the next random numbers. Parameters reflect values that `state` leaves out.
 template <class Trainer>
 std::string hash_of(Trainer& trainer, ga::data::TensorBatches& batches) {
   Hash hash;
@@ -117,7 +117,7 @@ int train(const std::filesystem::path& directory, Watch watch) {
     say(fmt::format("window {}", trainer.window().micro_batches));
     return 128 + report.signal;
   }
-  // Of the window that is still open, a rank has counted its own samples.
+  // In the open window, a rank counts only its own samples.
   TORCH_CHECK(report.epochs == 5 && (report.samples == 5 * 102 || group.world_size() > 1),
               "there must be 5 epochs of 102 samples, got ", report.epochs, " and ", report.samples, " samples");
   say("hash " + hash_of(trainer, batches));

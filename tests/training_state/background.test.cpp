@@ -20,7 +20,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-// States that a thread writes while the training goes on.
+// States that a thread writes while the training continues.
 
 namespace ga = gradaccum;
 namespace fs = std::filesystem;
@@ -92,7 +92,7 @@ struct Scene {
 
 }  // namespace
 
-TEST_CASE("BackgroundSaver: writes what ga::save writes, byte for byte, of the moment of the save") {
+TEST_CASE("BackgroundSaver: writes the bytes of ga::save, of the moment of the save") {
   const Directory directory;
   torch::manual_seed(1);
   Kinds training;
@@ -104,7 +104,7 @@ TEST_CASE("BackgroundSaver: writes what ga::save writes, byte for byte, of the m
     const auto expected = ga::save(directory / "plain", training);
     fs::path saved;
     {
-      FailingFiles files(1, How::hold, EIO, ".safetensors");  // within the writing of the first file
+      FailingFiles files(1, How::hold, EIO, ".safetensors");  // while the first file is written
       CHECK(saver.save(training));
       CHECK(saver.busy());
       const auto before = training.tensors;
@@ -121,12 +121,12 @@ TEST_CASE("BackgroundSaver: writes what ga::save writes, byte for byte, of the m
     CHECK(files_of(saved) == files_of(expected));
     CHECK(files_of(saved).size() == 2);
   }
-  // The negative control: the next moment's state is another.
+  // The negative control: the next moment's state differs.
   training.go_on();
   CHECK(files_of(ga::save(directory / "plain", training)) != files_of(saver.wait()));
 }
 
-TEST_CASE("BackgroundSaver: its copy is used again, and grows with the state") {
+TEST_CASE("BackgroundSaver: reuses its copy, which grows with the state") {
   const FailingFiles no_disk_to_wait_for;
   const Directory directory;
   Kinds training;
@@ -136,7 +136,7 @@ TEST_CASE("BackgroundSaver: its copy is used again, and grows with the state") {
   for (auto& [name, tensor] : training.tensors)
     if (tensor.defined()) bytes += static_cast<std::int64_t>(tensor.nbytes());
   CHECK(saver.bytes() >= bytes);
-  CHECK(saver.bytes() < bytes + 8192);  // a header, and room to begin at a page
+  CHECK(saver.bytes() < bytes + 8192);  // for a header, and alignment to a page
   saver.wait();
   const ga::MemoryMeter meter;
   for (int i = 0; i < 3; ++i) {
@@ -152,7 +152,7 @@ TEST_CASE("BackgroundSaver: its copy is used again, and grows with the state") {
   CHECK(saver.bytes() >= bytes + 100 * 40 * 4 - 7 * 2);
 }
 
-TEST_CASE("BackgroundSaver: tensors of any strides are copied into their place, without another copy of them") {
+TEST_CASE("BackgroundSaver: tensors of any strides are copied directly, without another copy") {
   const FailingFiles no_disk_to_wait_for;
   const Directory directory;
   Kinds training;
@@ -172,7 +172,7 @@ TEST_CASE("BackgroundSaver: tensors of any strides are copied into their place, 
   CHECK(files_of(saver.wait()) == files_of(ga::save(directory / "plain", training)));
 }
 
-TEST_CASE("BackgroundSaver: a process that is forked while a state is written leaves that to its parent") {
+TEST_CASE("BackgroundSaver: a process forked during a write leaves the write to its parent") {
   const Directory directory;
   Kinds training;
   auto saver = std::make_unique<ga::BackgroundSaver>(directory / "states");
@@ -225,7 +225,7 @@ TEST_CASE("BackgroundSaver: while a state is being written, the next one waits o
   }
 }
 
-TEST_CASE("BackgroundSaver: whatever call of the system fails, it is told, and states are whole") {
+TEST_CASE("BackgroundSaver: any failing system call is reported, and states are intact") {
   const Directory directory;
   torch::manual_seed(2);
   Kinds training;
@@ -270,14 +270,14 @@ TEST_CASE("BackgroundSaver: whatever call of the system fails, it is told, and s
       for (auto& state : ga::detail::StateDirectory(path).finished()) CHECK_NOTHROW(ga::io::read_state(state.path));
       const FailingFiles none;
       training.count = 3;
-      CHECK(error_of([&] { saver.save(training); }) == "");  // it was told once
+      CHECK(error_of([&] { saver.save(training); }) == "");  // reported only once
       CHECK(saver.wait() == path / "step-000003");
       CHECK(names_in(path).size() == 2);  // no leftovers
     }
   CHECK(told > 20);
 }
 
-TEST_CASE("BackgroundSaver: what goes wrong is thrown once, or is a warning at the end") {
+TEST_CASE("BackgroundSaver: an error is thrown once, or is a warning at the end") {
   const Directory directory;
   Kinds training;
   for (const std::string how : {"wait", "save", "warning"}) {
@@ -305,7 +305,7 @@ TEST_CASE("BackgroundSaver: what goes wrong is thrown once, or is a warning at t
   }
 }
 
-TEST_CASE("BackgroundSaver: what cannot be stored is an error of the save") {
+TEST_CASE("BackgroundSaver: values that cannot be stored are an error of the save") {
   const Directory directory;
   Kinds training;
   training.tensors["sparse"] = torch::eye(3).to_sparse();
@@ -318,11 +318,11 @@ TEST_CASE("BackgroundSaver: what cannot be stored is an error of the save") {
                 ga::BackgroundSaver(directory / "states", {.keep_last = -1}));
 }
 
-TEST_CASE("BackgroundSaver: where no thread can be started, the error says so, and the next save is whole") {
+TEST_CASE("BackgroundSaver: failure to start a thread is reported, and the next save is complete") {
   const Directory directory;
   Kinds training;
   ga::BackgroundSaver saver(directory / "states");
-  saver.save(training);  // the threads that copy are there afterwards
+  saver.save(training);  // starts the copying threads
   saver.wait();
   training.go_on();
   {
@@ -335,7 +335,7 @@ TEST_CASE("BackgroundSaver: where no thread can be started, the error says so, a
   CHECK(names_in(directory / "states") == Names{"step-000000", "step-000001"});
 }
 
-TEST_CASE("SaveState: in the background as in the foreground") {
+TEST_CASE("SaveState: saves in the background match saves in the foreground") {
   const FailingFiles no_disk_to_wait_for;
   const Directory directory;
   for (const bool in_background : {false, true}) {
@@ -347,18 +347,18 @@ TEST_CASE("SaveState: in the background as in the foreground") {
                                                .keep_last = 0,
                                                .in_background = in_background});
     trainer.fit(scene.batches, {.epochs = 2});
-    CHECK(trainer.memory_by_kind().state_copy == 0);  // once it has ended
+    CHECK(trainer.memory_by_kind().state_copy == 0);  // after the fit
   }
   const Names states{"step-000003", "step-000006", "step-000008"};
   CHECK(names_in(directory / "background") == states);
   CHECK(names_in(directory / "foreground") == states);
   for (auto& state : states)
     for (auto& [name, bytes] : files_of(directory / "background" / state))
-      if (name != "manifest.json")  // which has the seconds of the fit
+      if (name != "manifest.json")  // contains the seconds of the fit
         CHECK(bytes == text_of(directory / "foreground" / state / name));
 }
 
-TEST_CASE("SaveState: the copy is told apart from the rest of the memory") {
+TEST_CASE("SaveState: the copy is reported separately in the memory by kind") {
   const FailingFiles no_disk_to_wait_for;
   const Directory directory;
   Scene scene;
@@ -372,11 +372,11 @@ TEST_CASE("SaveState: the copy is told apart from the rest of the memory") {
       scene.trainer(Look{[&] { look(); }}, ga::SaveState{.directory = directory / "states", .every_updates = 2});
   look = [&] { bytes = trainer.memory_by_kind(); };
   trainer.fit(scene.batches, {.epochs = 1});
-  CHECK(bytes.state_copy > bytes.parameters + bytes.optimizer_state);  // and the random numbers
+  CHECK(bytes.state_copy > bytes.parameters + bytes.optimizer_state);  // plus the random numbers
   CHECK(bytes.total() == bytes.parameters + bytes.optimizer_state + bytes.gradients + bytes.state_copy);
 }
 
-TEST_CASE("SaveState: what goes wrong in the background ends the fit at a boundary, and harms nothing") {
+TEST_CASE("SaveState: a background error ends the fit at a boundary, and damages nothing") {
   const Directory directory;
   const auto states = directory / "states";
   torch::manual_seed(6);
@@ -404,13 +404,13 @@ TEST_CASE("SaveState: what goes wrong in the background ends the fit at a bounda
   CHECK(ga::detail::StateDirectory(states).finished().back().step == seen);
 }
 
-TEST_CASE("SaveState: an exception of the training waits for the state that is being written") {
+TEST_CASE("SaveState: an exception of the training waits for the pending write") {
   const Directory directory;
   const auto states = directory / "states";
   Scene scene;
   std::optional<FailingFiles> files;
   auto trainer = scene.trainer(ga::SaveState{.directory = states, .every_updates = 5}, [&](const ga::Step& step) {
-    if (step.update == 5) files.emplace(1, How::hold, EIO, ".safetensors");  // within the state that is saved now
+    if (step.update == 5) files.emplace(1, How::hold, EIO, ".safetensors");  // during the next save
     if (step.update != 6) return;
     CHECK(names_in(states).at(0).starts_with("step-000005.tmp-"));
     files->release_soon();
@@ -420,7 +420,7 @@ TEST_CASE("SaveState: an exception of the training waits for the state that is b
   CHECK(names_in(states) == Names{"step-000005"});
 }
 
-TEST_CASE("SaveState: whoever else saves the training waits for the state that is being written") {
+TEST_CASE("SaveState: another save of the training waits for the pending write") {
   const Directory directory;
   const auto states = directory / "states";
   Scene scene;
@@ -437,13 +437,13 @@ TEST_CASE("SaveState: whoever else saves the training waits for the state that i
   CHECK(names_in(states) == Names{"step-000005", "step-000005.1", "step-000006"});
 }
 
-TEST_CASE("SaveState: a load inside of fit finds the state that is being written") {
+TEST_CASE("SaveState: a load inside of fit finds the pending state") {
   const Directory directory;
   const auto states = directory / "states";
   Scene scene;
   std::optional<FailingFiles> files;
   std::function<void()> load;
-  bool loaded = false;  // the boundary comes again
+  bool loaded = false;  // the load repeats the boundary
   auto trainer = scene.trainer(ga::SaveState{.directory = states, .every_updates = 5, .keep_last = 1},
                                AtBoundary{[&] { load(); }});
   load = [&] {
@@ -456,12 +456,12 @@ TEST_CASE("SaveState: a load inside of fit finds the state that is being written
   CHECK(names_in(states) == Names{"step-000006"});
 }
 
-TEST_CASE("SaveState: skips what is due while a state is being written, but not the best, nor the last") {
+TEST_CASE("SaveState: skips saves that are due during a write, but not the best, nor the last") {
   const Directory directory;
   for (const bool better : {false, true}) {
     const auto states = directory / (better ? "better" : "worse");
     Scene scene;
-    FailingFiles files(1, How::hold, EIO, ".safetensors");  // within the first state, which is the best so far
+    FailingFiles files(1, How::hold, EIO, ".safetensors");  // during the first save, which is the best so far
     double number = 1;
     struct Evaluate {
       std::function<void()> run;
@@ -492,7 +492,7 @@ TEST_CASE("SaveState: skips what is due while a state is being written, but not 
   }
 }
 
-TEST_CASE("BackgroundSaver: from a device, to pinned memory", "[cuda]") {
+TEST_CASE("BackgroundSaver: copies from a device to pinned memory", "[cuda]") {
   const Directory directory;
   const bool staged = GENERATE(false, true);
   torch::manual_seed(7);
@@ -510,7 +510,7 @@ TEST_CASE("BackgroundSaver: from a device, to pinned memory", "[cuda]") {
     saver.save(training);
     CHECK((meter.peak_bytes(c10::Device(at::kCUDA, 0)) >= bytes) == staged);
     for (auto& [name, tensor] : training.tensors)
-      if (tensor.defined() && tensor.scalar_type() != at::kBool) tensor.add_(1);  // behind the copy, on the same stream
+      if (tensor.defined() && tensor.scalar_type() != at::kBool) tensor.add_(1);  // after the copy, on the same stream
     const auto saved = saver.wait(), there = ga::save(directory / "host", expected);
     CHECK(files_of(saved) == files_of(there));
     for (auto& [name, tensor] : expected.tensors)

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-/// What a training consists of, to be compared to the bit.
+/// The content of a training, compared bit by bit.
 namespace testing {
 
 class Bits {
@@ -52,7 +52,7 @@ class Bits {
   }
   void add_generator() { add("generator", at::detail::getDefaultCPUGenerator().get_state()); }
 
-  /// Names of what differs; empty if nothing does.
+  /// Returns the names of differing values; empty if there are none.
   friend std::string difference(const Bits& a, const Bits& b) {
     std::set<std::string> names;
     for (auto& [name, bytes] : a.all_) names.insert(name);
@@ -72,7 +72,7 @@ class Bits {
   std::map<std::string, std::string> all_;
 };
 
-/// Each once, though a module may list a shared one twice.
+/// Returns each parameter once, though a module may list a shared one twice.
 inline std::vector<at::Tensor> distinct_parameters(const torch::nn::Module& module) {
   std::vector<at::Tensor> all;
   std::set<const void*> known;
@@ -81,7 +81,7 @@ inline std::vector<at::Tensor> distinct_parameters(const torch::nn::Module& modu
   return all;
 }
 
-/// Policy: ends a fit after so many moments at which it could be saved, as a signal would.
+/// A policy: ends a fit after a number of boundaries where it could be saved, as a signal would.
 struct Stop {
   std::int64_t after = 0, seen = 0;
   std::function<void()> stop = {};

@@ -17,7 +17,7 @@ using How = FailingFiles::How;
 
 namespace {
 
-/// What happens inside of a micro-batch, or of the policy after it.
+/// A function that is called inside of a micro-batch, or in the policy after it.
 std::function<void()> in_objective = [] {};
 
 struct Scene {
@@ -38,7 +38,7 @@ struct Scene {
                         std::move(save));
     return trainer.fit(batches, options);
   }
-  /// A part that `ga::save` takes.
+  /// A value that `ga::save` stores.
   std::int64_t count = 0;
   std::int64_t updates() const { return count; }
   void state(ga::Archive& archive) {
@@ -75,7 +75,7 @@ using Names = std::vector<std::string>;
 
 }  // namespace
 
-TEST_CASE("damage: whatever is changed in a state is an error that names the file, and what is intact") {
+TEST_CASE("damage: any change of a state is an error that names the file and the intact states") {
   const Directory directory;
   const auto runs = directory / "runs";
   Scene scene;
@@ -124,7 +124,7 @@ TEST_CASE("damage: whatever is changed in a state is an error that names the fil
     fs::create_symlink(directory / name, path);
     check_is_noticed(name, step2);
     fs::remove(path);
-    for (const auto& other : names_in(runs / "step-000002")) {  // of another state, or another file
+    for (const auto& other : names_in(runs / "step-000002")) {  // replaced by another state's, or another file
       fs::copy(runs / "step-000002" / other, path);
       if (other != name || other != "manifest.json")
         check_is_noticed(other == name || name != "manifest.json" ? name : "manifest.json", step2);
@@ -137,7 +137,7 @@ TEST_CASE("damage: whatever is changed in a state is an error that names the fil
     check_is_noticed(name, step2);
     fs::remove(newest / name);
   }
-  // The others are looked at, too.
+  // The other states are checked, too.
   fs::remove(newest / "random.safetensors");
   write_text(runs / "step-000002/model.safetensors", "text");
   check_is_noticed("random.safetensors", "the newest intact state is " + (runs / "step-000001").string());
@@ -164,7 +164,7 @@ TEST_CASE("damage: an older state is loaded by its own path") {
   }
 }
 
-TEST_CASE("damage: whatever call of the system fails, earlier states are whole, and it can go on") {
+TEST_CASE("damage: after any failing system call, earlier states are intact, and training resumes") {
   const Directory directory;
   Scene scene;
   long calls = 0;
@@ -214,14 +214,14 @@ TEST_CASE("damage: whatever call of the system fails, earlier states are whole, 
 
 namespace {
 
-/// Of this process: descriptors, mappings, and pages of memory.
+/// Resources of this process: descriptors, mappings, and pages of memory.
 std::size_t descriptors() { return names_in("/proc/self/fd").size(); }
 std::size_t mappings() { return split(text_of("/proc/self/maps"), '\n').size(); }
 long pages() { return std::stol(split(text_of("/proc/self/statm"), ' ').at(1)); }
 
 }  // namespace
 
-TEST_CASE("load: a hundred times takes no more than once") {
+TEST_CASE("load: a hundred loads take no more resources than one") {
   const FailingFiles no_disk_to_wait_for;
   const Directory directory;
   const auto runs = directory / "runs";
@@ -245,7 +245,7 @@ TEST_CASE("load: a hundred times takes no more than once") {
   for (int i = 0; i < 100; ++i) load(), load_damaged();
   CHECK(meter.live_bytes(at::kCPU) == 0);
   CHECK(descriptors() == descriptors_before);
-#ifndef __SANITIZE_ADDRESS__  // which keeps what is freed for a while
+#ifndef __SANITIZE_ADDRESS__  // keeps freed memory for a while
   CHECK(mappings() <= mappings_before + 4);
   CHECK(pages() <= pages_before + 2048);  // 8 MB
 #else
@@ -253,10 +253,10 @@ TEST_CASE("load: a hundred times takes no more than once") {
 #endif
 }
 
-TEST_CASE("SaveState: every so many updates, and how many are kept") {
+TEST_CASE("SaveState: saves at the given updates and keeps the given number") {
   const FailingFiles no_disk_to_wait_for;
   const Directory directory;
-  // 11 micro-batches an epoch, 3 a window: 4 updates.
+  // 11 micro-batches per epoch, 3 per window: 4 updates per epoch.
   Scene().fit({.epochs = 2}, {.directory = directory / "all", .every_updates = 3, .keep_last = 0});
   CHECK(names_in(directory / "all") == Names{"step-000003", "step-000006", "step-000008"});
   Scene().fit({.epochs = 2}, {.directory = directory / "two", .every_updates = 1, .keep_last = 2});
@@ -265,7 +265,7 @@ TEST_CASE("SaveState: every so many updates, and how many are kept") {
   CHECK(names_in(directory / "one") == Names{"step-000008"});
   Scene().fit({.smoke = true}, {.directory = directory / "smoke", .every_updates = 1});
   CHECK_FALSE(fs::exists(directory / "smoke"));
-  // Of another run: noticed before it has trained for long.
+  // A state of another run is detected before the training has run for long.
   int micro_batches = 0;
   in_objective = [&] { ++micro_batches; };
   REQUIRE_ERROR("the state is from another run", Scene().fit({.epochs = 2}, {.directory = directory / "one"}));
@@ -282,7 +282,7 @@ void hear_all(int signal, siginfo_t*, void*) { heard = signal; }
 
 }  // namespace
 
-TEST_CASE("SaveState: a signal ends the fit after the micro-batch in hand, which is saved") {
+TEST_CASE("SaveState: a signal ends the fit after the current micro-batch, and the state is saved") {
   const FailingFiles no_disk_to_wait_for;
   for (const int signal : {SIGTERM, SIGINT}) {
     const Directory directory;
@@ -319,7 +319,7 @@ TEST_CASE("SaveState: a signal ends the fit after the micro-batch in hand, which
     CHECK(whole.signal == 0);
     CHECK(whole.updates == 8);
 
-    // One that takes more arguments.
+    // A handler that takes more arguments.
     handler.sa_sigaction = hear_all;
     handler.sa_flags = SA_SIGINFO;
     ::sigaction(signal, &handler, nullptr);
@@ -343,7 +343,7 @@ TEST_CASE("SaveState: a signal ends the fit after the micro-batch in hand, which
     CHECK(heard == signal);
     CHECK_FALSE(fs::exists(directory / "smoke"));
 
-    // Without on_signals nothing is taken; what was ignored stays ignored.
+    // Without on_signals no handler is set; ignored signals stay ignored.
     handler = {};
     handler.sa_handler = hear;
     ::sigaction(signal, &handler, nullptr);
@@ -361,7 +361,7 @@ TEST_CASE("SaveState: a signal ends the fit after the micro-batch in hand, which
 
 namespace {
 
-/// Policy: `stop`, as by a test on a metric.
+/// A policy: calls `stop`, as after a test of a metric.
 struct Stopper {
   std::int64_t after = 0, seen = 0;
   std::function<void()> stop = {};
@@ -375,7 +375,7 @@ struct Stopper {
 
 }  // namespace
 
-TEST_CASE("SaveState: stopped by the program, all that was trained is in the state") {
+TEST_CASE("SaveState: a stop by the program saves everything that was trained") {
   const FailingFiles no_disk_to_wait_for;
   for (std::int64_t after = 1; after < 13; ++after) {
     const Directory directory;

@@ -13,8 +13,7 @@ using namespace testing;
 
 namespace {
 
-/// Convolutions with their channels last, a weight of more than 4096 numbers that is shared, and what is sparse if
-/// wanted.
+/// Convolutions in channels_last, a shared weight of more than 4096 numbers, and a sparse embedding on request.
 struct NetImpl : torch::nn::Module {
   torch::nn::Conv2d conv{torch::nn::Conv2dOptions(2, 4, 3)};
   torch::nn::BatchNorm2d norm{4};
@@ -47,7 +46,7 @@ using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 using AnyOptimizer = std::unique_ptr<torch::optim::Optimizer>;
 using MakeOptimizer = std::function<AnyOptimizer(const Groups&)>;
 
-/// The convolution's weight by itself, all else together; what is frozen is among it.
+/// Puts the convolution's weight in a separate group; the frozen parameter is in the other.
 Groups groups_of(const Net& net) {
   std::vector<at::Tensor> rest;
   for (auto& parameter : distinct_parameters(*net))
@@ -95,7 +94,7 @@ const auto objective = [](auto& net, auto& batch) {
   return ga::Loss{torch::mse_loss(net->forward(batch.data), batch.target), batch.data.size(0)};
 };
 
-/// A training in fresh objects: from other random numbers and rates where it is not the first program.
+/// A training in new objects; a second program begins with other random numbers and rates.
 template <class... Policies>
 Bits train(const std::filesystem::path& directory, bool first, std::int64_t stop_after, bool sparse,
            const auto& make_optimizer, Policies... policies) {
@@ -132,21 +131,21 @@ void check_resumes(bool sparse, const auto& make_optimizer, Policies... policies
 auto with_other_rates(const MakeOptimizer& make) {
   return [make](const Net& net, bool first) {
     auto optimizer = make(groups_of(net));
-    optimizer->param_groups()[1].options().set_lr(first ? 3e-3 : 0.5);  // of a state, not of the program
+    optimizer->param_groups()[1].options().set_lr(first ? 3e-3 : 0.5);  // a resume restores the saved rate
     return optimizer;
   };
 }
 
 }  // namespace
 
-TEST_CASE("resume: every optimizer, of which nothing but torch::optim::Optimizer is known") {
+TEST_CASE("resume: every optimizer through the interface of torch::optim::Optimizer") {
   for (auto& [name, make] : optimizers()) {
     INFO(name);
     check_resumes(false, with_other_rates(make), ga::ClipNorm{.max = 0.5});
   }
 }
 
-TEST_CASE("resume: sparse gradients in a window that is half full") {
+TEST_CASE("resume: sparse gradients in an open window") {
   for (auto& [name, make] : optimizers()) {
     if (name != "SGD" && name != "Adagrad" && name != "our SGD") continue;
     INFO(name);
@@ -164,7 +163,7 @@ TEST_CASE("resume: an optimizer that steps inside of backward") {
 
 namespace {
 
-/// SGD with momentum, as somebody might write it.
+/// SGD with momentum, as a user might write it.
 struct OwnOptimizer {
   std::vector<torch::optim::OptimizerParamGroup> groups;
   std::map<std::string, at::Tensor> velocity = {};
@@ -195,7 +194,7 @@ struct OwnOptimizer {
 
 }  // namespace
 
-TEST_CASE("resume: an optimizer of one's own") {
+TEST_CASE("resume: a user's optimizer") {
   check_resumes(false, [](const Net& net, bool) {
     return std::make_unique<OwnOptimizer>(OwnOptimizer{{torch::optim::OptimizerParamGroup(distinct_parameters(*net))}});
   });
@@ -208,7 +207,7 @@ struct Loop {
   std::optional<at::ScalarType> accumulate_in = {};
 };
 
-/// What a loop of one's own saves.
+/// The values that a user's loop saves.
 struct Training {
   Net& net;
   ga::GradAccumulator<ga::optim::AdamW>& optimizer;
@@ -225,7 +224,7 @@ struct Training {
   }
 };
 
-/// Saves after so many micro-batches and ends; the second program goes on.
+/// Saves after this number of micro-batches and ends; the second program resumes.
 Bits loop(const Loop& how, const std::filesystem::path& directory, bool first, std::int64_t stop_after) {
   const FailingFiles no_disk_to_wait_for;
   torch::manual_seed(first ? 1 : 77);
@@ -274,7 +273,7 @@ Bits loop(const Loop& how, const std::filesystem::path& directory, bool first, s
 
 }  // namespace
 
-TEST_CASE("resume: loops of one's own") {
+TEST_CASE("resume: users' loops") {
   const Directory directory;
   int number = 0;
   for (const auto& how :

@@ -18,7 +18,7 @@ at::Tensor numbers(at::IntArrayRef shape, std::uint64_t seed) {
   return at::randn(shape, generator);
 }
 
-/// Policy: a number, and whether it can be loaded.
+/// A policy with a number; loading can be made to fail.
 struct Counter {
   static constexpr std::string_view name = "counter";
   std::int64_t windows = 0;
@@ -38,12 +38,12 @@ struct Last {
   void state(ga::Archive& archive) { archive("loss", loss); }
 };
 
-/// Policy without anything.
+/// A policy without state.
 struct Nothing {
   void at_boundary() {}
 };
 
-/// Policy with a number.
+/// A policy with a number.
 struct More {
   static constexpr std::string_view name = "more";
   double number = 1;
@@ -51,7 +51,7 @@ struct More {
   void state(ga::Archive& archive) { archive("number", number); }
 };
 
-/// Policy: saves a fit that was interrupted.
+/// A policy: saves an interrupted fit.
 struct SaveAtEnd {
   std::filesystem::path directory = {};
   std::function<void()> save = {};
@@ -110,7 +110,7 @@ auto batches_of(ga::data::TensorBatchesOptions options = {.batch_size = 4, .shuf
   return ga::data::TensorBatches(numbers({rows, 4}, seed), numbers({rows, 3}, 2), options);
 }
 
-/// A training of its own, that has made some steps.
+/// A separate training that has made some steps.
 template <class Optimizer, class Extra>
 struct Scene {
   torch::nn::Sequential net;
@@ -149,7 +149,7 @@ struct Scene {
 
 using AdamW = ga::optim::AdamW;
 
-/// A state of a fit in the middle of its second epoch, with a window that is not full.
+/// Saves a fit in the middle of its second epoch, with an open window.
 template <class Optimizer = AdamW>
 std::filesystem::path saved(const std::filesystem::path& directory, const Settings& settings = {}) {
   const FailingFiles no_disk_to_wait_for;
@@ -161,7 +161,7 @@ std::filesystem::path saved(const std::filesystem::path& directory, const Settin
   return ga::detail::newest_state(directory).value();
 }
 
-/// Loading is refused with these words, and nothing has changed; by `fit`, too.
+/// Checks that loading is refused with these words and changes nothing, also by `fit`.
 template <class Optimizer = AdamW, class Extra = Nothing>
 void check_refused(const std::filesystem::path& state, const Settings& settings,
                    const std::vector<std::string>& words) {
@@ -182,7 +182,7 @@ void check_refused(const std::filesystem::path& state, const Settings& settings,
   refused([&] { scene.trainer.fit(fresh, {.epochs = 3, .resume = state}); });
 }
 
-/// Loading goes on with what fits, and trains.
+/// Loads the values that fit, and trains. Returns the number of updates.
 template <class Optimizer = AdamW, class Extra = Nothing>
 std::int64_t goes_on(const std::filesystem::path& state, const Settings& settings) {
   Scene<Optimizer, Extra> scene(settings, -1);
@@ -221,7 +221,7 @@ TEST_CASE("refused: another model") {
   CHECK(difference(before, sixteen_bits.bits()) == "");
 }
 
-TEST_CASE("refused: another model, but what fits is loaded where that is allowed") {
+TEST_CASE("refused: another model, whose matching parameters are loaded with allow_changes") {
   const Directory directory;
   const auto state = saved(directory / "states");
   auto values = ga::io::read_state(state);
@@ -231,7 +231,7 @@ TEST_CASE("refused: another model, but what fits is loaded where that is allowed
   CHECK(at::equal(scene.net->named_parameters()["0.weight"], std::get<at::Tensor>(values["model.0.weight"])));
   CHECK(at::equal(scene.net->named_parameters()["2.weight"], before));
   goes_on(state, {.widths = {4, 8, 8, 3}});
-  // It has a state for each parameter from the beginning.
+  // Adagrad has a state for each parameter from the beginning.
   goes_on<torch::optim::Adagrad>(saved<torch::optim::Adagrad>(directory / "adagrad"), {.widths = {4, 8, 8, 3}});
   goes_on<torch::optim::Adagrad>(state, {});
 }
@@ -316,7 +316,7 @@ TEST_CASE("refused: other batches in a list") {
   CHECK(difference(before, after) == "");
 }
 
-TEST_CASE("refused: what is no state, and what no state is made of") {
+TEST_CASE("refused: paths without a state, and saves into the directory of another run") {
   const Directory directory;
   const auto state = saved(directory / "states");
   Scene<AdamW, Nothing> scene({}, -1);
@@ -339,7 +339,7 @@ TEST_CASE("refused: what is no state, and what no state is made of") {
   CHECK(fresh.trainer.fit(batches, {.epochs = 1, .resume = directory / "none"}).resumed_from.empty());
 }
 
-TEST_CASE("refused: a value of another type, or of another name, is said with the state that has it") {
+TEST_CASE("refused: a value of another type or name is reported with the state that has it") {
   const Directory directory;
   Whole whole;
   const auto state = ga::save(directory / "states", whole);
@@ -351,7 +351,7 @@ TEST_CASE("refused: a value of another type, or of another name, is said with th
   REQUIRE_ERROR(" (while loading " + state.string() + ")", ga::load(directory / "states", scene.trainer));
 }
 
-TEST_CASE("refused: SaveState where there is something that cannot be saved") {
+TEST_CASE("refused: SaveState with an object that cannot be saved") {
   struct Stateless {
     std::vector<torch::optim::OptimizerParamGroup> groups;
     auto& param_groups() { return groups; }
@@ -374,7 +374,7 @@ TEST_CASE("refused: SaveState where there is something that cannot be saved") {
 
 namespace {
 
-/// Policy: tensors under a name that the others may have as well.
+/// A policy: tensors under a name that other policies may have, too.
 struct Named {
   std::string name;
   at::Tensor tensor = torch::zeros({1});
@@ -382,7 +382,7 @@ struct Named {
   void state(ga::Archive& archive) { archive("tensor", tensor); }
 };
 
-/// Policy: calls that function in each hook there is.
+/// A policy: calls a function in each hook.
 struct InEachHook {
   std::function<void(const char*)> call;
   void before_backward(ga::Loss&) { call("before_backward"); }
@@ -395,7 +395,7 @@ struct InEachHook {
 
 }  // namespace
 
-TEST_CASE("refused: names that two parts have, or that no file can have, before hours have gone by") {
+TEST_CASE("refused: duplicate names, or invalid file names, at the beginning of the fit") {
   const Directory directory;
   const auto fit = [&](const std::string& first, const std::string& second) {
     auto net = make_model({});
@@ -413,7 +413,7 @@ TEST_CASE("refused: names that two parts have, or that no file can have, before 
   CHECK(std::filesystem::exists(directory / "states" / "step-000002"));
 }
 
-TEST_CASE("refused: a state from inside a micro-batch, which some policies have not seen yet") {
+TEST_CASE("refused: saving or loading inside a micro-batch, which some policies have not processed") {
   const Directory directory;
   for (const bool loads : {false, true}) {
     auto net = make_model({});
@@ -424,7 +424,7 @@ TEST_CASE("refused: a state from inside a micro-batch, which some policies have 
     ga::save(directory / "begin", trainer);
     std::map<std::string, std::string> messages;
     call = [&](const std::string& hook) {
-      if (loads && hook == "at_boundary") return;  // it is allowed, and would begin again and again
+      if (loads && hook == "at_boundary") return;  // allowed, but it would repeat forever
       messages[hook] = error_of([&] {
         if (loads)
           ga::load(directory / "begin", trainer);

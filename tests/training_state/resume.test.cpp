@@ -26,7 +26,7 @@ struct NetImpl : torch::nn::Module {
     register_module("norm", norm);
     register_module("drop", drop);
     register_module("out", out);
-    in->bias.set_requires_grad(false);  // frozen, but the optimizer has it
+    in->bias.set_requires_grad(false);  // frozen, but in the optimizer
   }
   at::Tensor forward(const at::Tensor& x) { return out(drop(torch::tanh(norm(in(x))))); }
 };
@@ -42,14 +42,14 @@ struct Objective {
               (target != -100).sum().template item<std::int64_t>()};
     } else if constexpr (requires { batch.target.sizes(); }) {
       return {torch::mse_loss(net(batch.data).to(at::kFloat), batch.target), batch.data.size(0)};
-    } else {  // of a DataLoader: the target is beside the data
+    } else {  // from a DataLoader: data and target
       return {torch::mse_loss(net(batch.data.narrow(1, 0, 4)).to(at::kFloat), batch.data.narrow(1, 4, 3)),
               batch.data.size(0)};
     }
   }
 };
 
-/// Policy: all that callbacks see.
+/// A policy: records everything that callbacks receive.
 struct Seen {
   std::vector<Bits>* windows = nullptr;
   void after_window(const ga::Step& step) {
@@ -78,7 +78,7 @@ struct Outcome {
   std::int64_t boundaries = 0;
 };
 
-/// A training in fresh objects, from other random numbers for each `seed`.
+/// Trains in new objects, with other initial random numbers for each `seed`.
 template <class MakeBatches>
 Outcome train(const Settings& settings, const MakeBatches& make_batches, const std::filesystem::path& directory,
               std::int64_t stop_after, std::uint64_t seed) {
@@ -123,7 +123,7 @@ Outcome train(const Settings& settings, const MakeBatches& make_batches, const s
   return outcome;
 }
 
-/// Stopped after the given boundaries, or after each, and resumed: the same bits as in one go.
+/// Stops after the given boundaries, or after each, and resumes: the bits must equal an uninterrupted run's.
 template <class MakeBatches>
 Outcome check_resumes(const Settings& settings, const MakeBatches& make_batches, std::int64_t every = 1) {
   const Directory directory;
@@ -160,7 +160,7 @@ auto sequences() {
     data.push_back(numbers({2 + i % 7, 4}, 10 + static_cast<std::uint64_t>(i)));
     target.push_back(torch::full({1 + i % 3}, i % 3, at::kLong));
   }
-  // Token targets as long as the data.
+  // Token targets that are as long as the data.
   for (std::size_t i = 0; i < target.size(); ++i)
     target[i] = torch::cat({target[i], torch::full({data[i].size(0)}, -100, at::kLong)}).narrow(0, 0, data[i].size(0));
   return std::make_unique<ga::data::LengthBuckets>(
@@ -181,29 +181,29 @@ auto data_loader() {
 
 }  // namespace
 
-TEST_CASE("resume: stopped after any micro-batch, it ends with the same bits") {
+TEST_CASE("resume: a training stopped after any micro-batch ends with the same bits") {
   const auto straight = check_resumes({}, tensor_batches);
   CHECK(straight.boundaries == 3 * (11 + 2));  // the micro-batches of an epoch, its tail and its end
   CHECK(straight.report.updates == 12);
 }
 
-TEST_CASE("resume: 40 updates, stopped anywhere in them") {
+TEST_CASE("resume: 40 updates, stopped after any micro-batch") {
   CHECK(check_resumes({.fit = {.updates = 40}}, tensor_batches, 9).report.updates == 40);
   CHECK(check_resumes({.fit = {.updates = 40}}, data_loader, 11).report.updates == 40);
 }
 
-TEST_CASE("resume: with other tails") {
+TEST_CASE("resume: other tails") {
   for (const auto tail : {ga::Tail::drop, ga::Tail::carry})
     check_resumes({.fit = {.epochs = 3, .tail = tail}}, tensor_batches, 2);
   check_resumes({.fit = {.epochs = 3, .tail = ga::Tail::carry}}, list_of_batches, 2);
 }
 
-TEST_CASE("resume: with accumulation by samples and by epochs") {
+TEST_CASE("resume: accumulation by samples and by epochs") {
   check_resumes({.accumulate = {.batch_size = 10}}, tensor_batches, 5);
   check_resumes({.accumulate = {.schedule = {{0, 4}, {1, 2}, {2, 3}}}}, tensor_batches, 5);
 }
 
-TEST_CASE("resume: with mixed precision") {
+TEST_CASE("resume: mixed precision") {
   check_resumes({.precision = {.dtype = at::kBFloat16}}, tensor_batches, 4);
   const auto half = check_resumes(
       {.precision = {.dtype = at::kHalf, .scaler = {.init_scale = 16384.0, .growth_interval = 2}}}, tensor_batches);
@@ -211,7 +211,7 @@ TEST_CASE("resume: with mixed precision") {
   CHECK(half.report.updates > 3);
 }
 
-TEST_CASE("resume: 16-bit parameters, rounded at random, their gradients summed in float32") {
+TEST_CASE("resume: stochastically rounded 16-bit parameters, with gradients summed in float32") {
   const Settings settings{.accumulate = {.steps = 3, .accumulate_in = at::kFloat}, .sixteen_bits = true};
   const auto to_16_bits = [](auto batches) {
     for (auto& batch : *batches) batch.data = batch.data.to(at::kBFloat16);
@@ -225,9 +225,9 @@ TEST_CASE("resume: sequences of unequal length") { check_resumes({.fit = {.epoch
 
 TEST_CASE("resume: batches in a list") { check_resumes({}, list_of_batches); }
 
-TEST_CASE("resume: LibTorch's own loader") { check_resumes({}, data_loader); }
+TEST_CASE("resume: LibTorch's loader") { check_resumes({}, data_loader); }
 
-TEST_CASE("resume: up to a number of updates, and then further") {
+TEST_CASE("resume: up to a number of updates, and then up to a greater one") {
   const auto longer = [](std::int64_t updates) { return Settings{.fit = {.updates = updates}}; };
   check_resumes(longer(9), tensor_batches, 6);
   const auto goes_further = [&](const auto& make_batches, const Settings& first, const Settings& second) {
@@ -236,7 +236,7 @@ TEST_CASE("resume: up to a number of updates, and then further") {
     train(first, make_batches, directory / "stopped", -1, 1);
     const auto resumed = train(second, make_batches, directory / "stopped", -1, 77);
     CHECK(difference(straight.bits, resumed.bits) == "");
-    // Of a fit that has done all it was asked for, nothing is left.
+    // A fit that has already made all its updates makes none.
     const auto again = train(second, make_batches, directory / "stopped", -1, 78);
     CHECK(again.windows.empty());
     CHECK(difference(straight.bits.without("report"), again.bits.without("report")) == "");
@@ -251,7 +251,7 @@ TEST_CASE("resume: up to a number of updates, and then further") {
   goes_further(data_loader, {.fit = {.epochs = 2}}, {.fit = {.epochs = 3}});
 }
 
-TEST_CASE("resume: micro-batches that are left out for their loss") {
+TEST_CASE("resume: micro-batches that are skipped because of their loss") {
   const auto with_nan = [] {
     auto batches = list_of_batches();
     (*batches)[2].data[0][0] = NAN;
@@ -261,14 +261,14 @@ TEST_CASE("resume: micro-batches that are left out for their loss") {
   CHECK(straight.report.nan_batches == 3);
 }
 
-// What the tests above would not notice is not restored: so each of these must differ.
-TEST_CASE("resume: what is left out of a state makes another training") {
+// Changes parts of a state one by one. If one made no difference, the tests above could not detect its loss.
+TEST_CASE("resume: changing a part of a state changes the training or is an error") {
   const Directory directory;
   const auto straight = train({}, tensor_batches, directory / "straight", -1, 1);
   for (const std::string part : {"random.", "optimizer.exp_avg.", "optimizer.step.", "window.grad.", "ema.average.",
                                  "model.norm.running", "data.batches"}) {
     const auto path = directory / part;
-    train({}, tensor_batches, path, 15, 1);  // a window that is not full
+    train({}, tensor_batches, path, 15, 1);  // an open window
     const auto folder = ga::detail::newest_state(path).value();
     auto values = ga::io::read_state(folder);
     const auto before = values;

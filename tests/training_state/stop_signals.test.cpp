@@ -15,7 +15,7 @@ using gradaccum::detail::StopSignals;
 
 namespace {
 
-/// Sets a handler, and puts back the one before.
+/// Sets a signal handler, and restores the one before.
 class Handler {
  public:
   Handler(int signal, void (*handler)(int)) : signal_(signal) {
@@ -52,7 +52,7 @@ void detailed(int, siginfo_t* information, void*) {
   sender = information->si_pid;
 }
 
-/// How a process of its own ends that runs this: its status, or 128 + signal where one killed it.
+/// Runs a function in a new process. Returns its status, or 128 + signal if one killed it.
 int status_of(const std::function<void()>& run) {
   const auto child = ::fork();
   if (child == 0) {
@@ -66,8 +66,8 @@ int status_of(const std::function<void()>& run) {
 
 }  // namespace
 
-TEST_CASE("StopSignals: signals are noted, and what was there before comes back") {
-  const Handler interrupt(SIGINT, SIG_DFL), terminate(SIGTERM, SIG_DFL);  // Catch2 has its own
+TEST_CASE("StopSignals: signals are recorded, and earlier handlers are restored") {
+  const Handler interrupt(SIGINT, SIG_DFL), terminate(SIGTERM, SIG_DFL);  // instead of Catch2's
   for (const int signal : {SIGINT, SIGTERM}) {
     {
       StopSignals signals({SIGINT, SIGTERM});
@@ -75,12 +75,12 @@ TEST_CASE("StopSignals: signals are noted, and what was there before comes back"
       std::raise(signal);
       CHECK(signals.received() == signal);
       {
-        StopSignals inner({SIGINT, SIGTERM});  // notes no second time
+        StopSignals inner({SIGINT, SIGTERM});  // records only the first signal
         CHECK(inner.received() == signal);
       }
       CHECK(action_of(signal).sa_handler != SIG_DFL);
-      if (signal == SIGINT) std::raise(SIGTERM);  // and the other way about, the program would end
-      CHECK(signals.received() == signal);   // the first
+      if (signal == SIGINT) std::raise(SIGTERM);  // SIGINT as the second signal would end the program
+      CHECK(signals.received() == signal);        // the first
     }
     CHECK(action_of(signal).sa_handler == SIG_DFL);
     StopSignals next({SIGINT, SIGTERM});
@@ -88,7 +88,7 @@ TEST_CASE("StopSignals: signals are noted, and what was there before comes back"
   }
 }
 
-TEST_CASE("StopSignals: a handler of the user's own is called as well, once a signal") {
+TEST_CASE("StopSignals: a user's handler is also called, once per signal") {
   plain_calls = 0;
   detailed_calls = 0;
   const Handler own_plain(SIGINT, plain), own_detailed(SIGTERM, detailed);
@@ -100,7 +100,7 @@ TEST_CASE("StopSignals: a handler of the user's own is called as well, once a si
     std::raise(SIGTERM);
     CHECK(detailed_calls == 2);
     CHECK(plain_calls == 0);
-  }  // nobody has asked for it
+  }  // received() was not called
   CHECK(detailed_calls == 2);
   {
     StopSignals signals({SIGINT, SIGTERM});
@@ -113,7 +113,7 @@ TEST_CASE("StopSignals: a handler of the user's own is called as well, once a si
   CHECK(action_of(SIGTERM).sa_sigaction == detailed);
 }
 
-TEST_CASE("StopSignals: a signal that was ignored stays ignored") {
+TEST_CASE("StopSignals: an ignored signal stays ignored") {
   const Handler ignored(SIGINT, SIG_IGN), terminate(SIGTERM, SIG_DFL);
   StopSignals signals({SIGINT, SIGTERM});
   std::raise(SIGINT);
@@ -122,7 +122,7 @@ TEST_CASE("StopSignals: a signal that was ignored stays ignored") {
   CHECK(signals.received() == SIGTERM);
 }
 
-TEST_CASE("StopSignals: one that nobody asks for ends the program after all, and so does a second SIGINT") {
+TEST_CASE("StopSignals: a signal that is never read ends the program, and so does a second SIGINT") {
   const auto child = [](const std::function<void()>& run) {
     return status_of([&] {
       std::signal(SIGINT, SIG_DFL);

@@ -14,7 +14,7 @@
 #include <csignal>
 #include <locale>
 
-// States that can be trusted: what a run would find out too late, lose in silence, or read otherwise elsewhere.
+// Properties of states whose failure would appear too late, silently, or only on another machine.
 
 namespace ga = gradaccum;
 namespace fs = std::filesystem;
@@ -54,7 +54,7 @@ struct Net {
   }
 };
 
-/// The global C++ locale of a program in a country that writes 1.234.567,5, or 1 234 567,5.
+/// Sets a global C++ locale that writes 1.234.567,5, or 1 234 567,5.
 class Grouped {
  public:
   explicit Grouped(char separator) : before_(std::locale::global(std::locale(std::locale(), new Digits(separator)))) {}
@@ -75,7 +75,7 @@ class Grouped {
 
 }  // namespace
 
-TEST_CASE("trust: states are the same in every locale, and are read in every other") {
+TEST_CASE("trust: states are the same in every locale, and can be read in any other") {
   const FailingFiles no_disk_to_wait_for;
   const Directory directory;
   const auto fit = [](const fs::path& path, std::int64_t updates) {
@@ -83,7 +83,7 @@ TEST_CASE("trust: states are the same in every locale, and are read in every oth
     auto trainer =
         net.trainer(ga::Accumulate{.steps = 1, .schedule = {{1000, 2000}}}, ga::SaveState{.directory = path});
     auto loader = batches_of();
-    std::vector<ga::data::Batch> batches;  // without a state of theirs: the state has the fingerprint of the last
+    std::vector<ga::data::Batch> batches;  // a list has no state, so the fingerprint of the last batch is saved
     for (auto& batch : loader) batches.push_back(batch);
     trainer.fit(batches, {.epochs = 3, .updates = updates, .resume = path});
     return net.bits();
@@ -121,7 +121,7 @@ TEST_CASE("trust: states are the same in every locale, and are read in every oth
   }
 }
 
-TEST_CASE("trust: texts that are stored, compared or read, in every locale") {
+TEST_CASE("trust: stored, compared or read texts are the same in every locale") {
   const auto x = torch::arange(40000).view({2, 20000});
   const ga::detail::PieceName piece{.parameter = "w", .begin = 4096, .end = 123456, .sizes = {64, 12345}};
   const auto print = ga::detail::fingerprint_of(x);
@@ -135,7 +135,7 @@ TEST_CASE("trust: texts that are stored, compared or read, in every locale") {
     CHECK(ga::detail::bytes_after("MemAvailable", "MemTotal: 99 kB\nMemAvailable:  1234 5678 kB\n") == 1234);
     CHECK(ga::detail::bytes_after("Rss", "Rss:  1234567 kB\n") == 1234567 * 1024);
     const auto now = ga::detail::occupied_memory(at::kCPU);
-    CHECK(now.value() < 16 * resident.value());  // two numbers of a line read as one would be far more
+    CHECK(now.value() < 16 * resident.value());  // two numbers of a line, read as one, would be far more
     CHECK(ga::detail::plain_text(1234567, ' ', 0.5) == "1234567 0.5");
   }
 }
@@ -152,7 +152,7 @@ TEST_CASE("trust: a recorded step is the same in every locale") {
   {
     const Grouped grouped(',');
     ga::save_step(net.model, scaled, batch, directory / "grouped");
-    CHECK(c10::str(1234567) == "1,234,567");  // as it was before
+    CHECK(c10::str(1234567) == "1,234,567");  // the locale was restored
   }
   const auto files = ga::detail::names_in(directory / "plain");
   CHECK(files.size() == ga::detail::names_in(directory / "grouped").size());
@@ -162,9 +162,9 @@ TEST_CASE("trust: a recorded step is the same in every locale") {
   }
 }
 
-TEST_CASE("trust: a log's lines are found again where C's locale has a decimal comma") {
+TEST_CASE("trust: a log's lines are recognized if C's locale has a decimal comma") {
   const Directory directory;
-  const char* const german = std::setlocale(LC_NUMERIC, "de_DE.UTF-8");  // where it is installed
+  const char* const german = std::setlocale(LC_NUMERIC, "de_DE.UTF-8");  // null if it is not installed
   for (const std::string name : {"log.csv", "log.jsonl"}) {
     {
       ga::MetricsFile file({.path = directory / name});
@@ -178,7 +178,7 @@ TEST_CASE("trust: a log's lines are found again where C's locale has a decimal c
   INFO((german ? german : "without it"));
 }
 
-TEST_CASE("trust: a directory that cannot be written to is found before the first update") {
+TEST_CASE("trust: a directory that cannot be written to is reported before the first update") {
   const Directory directory;
   int micro_batches = 0;
   const auto counting = [&](auto& net, auto& batch) {
@@ -196,7 +196,7 @@ TEST_CASE("trust: a directory that cannot be written to is found before the firs
        {fs::path("/proc"), fs::path("/proc/self"), directory / "file", directory / "file" / "runs"}) {
     const auto check_refused = [&](auto policy) {
       const auto message = error_of([&] { refused(std::move(policy)); });
-      INFO("'" << message << "' for " << path);  // names the directory, or the one above that is none
+      INFO("'" << message << "' for " << path);  // names the directory, or the parent that is none
       CHECK(message.find(':') < message.size());
       CHECK(path.string().starts_with(message.substr(0, message.find(':'))));
     };
@@ -209,7 +209,7 @@ TEST_CASE("trust: a directory that cannot be written to is found before the firs
   CHECK(micro_batches == 0);
   ga::detail::check_is_writable(directory / "new" / "runs");
   CHECK(fs::is_empty(directory / "new" / "runs"));
-  // Each call that fails is an error, and nothing is left behind.
+  // Each failing call is an error, and leaves no files.
   bool all = false;
   for (long at = 0; !all; ++at) {
     const FailingFiles failing(at);
@@ -225,7 +225,7 @@ TEST_CASE("trust: a directory that cannot be written to is found before the firs
 
 namespace {
 
-/// Policy: the last layer learns from epoch 1 on, the first does not from epoch 2 on.
+/// A policy: trains the last layer from epoch 1 on, and freezes the first from epoch 2 on.
 struct Unfreeze {
   torch::nn::Sequential model;
   void on_epoch_begin(std::int64_t epoch) {
@@ -237,7 +237,7 @@ struct Unfreeze {
 
 }  // namespace
 
-TEST_CASE("trust: what learns goes on as it was, whatever the program begins with") {
+TEST_CASE("trust: resuming restores which parameters require gradients") {
   const FailingFiles no_disk_to_wait_for;
   const auto train = [](const fs::path& path, std::int64_t stop_after) {
     Net net;
@@ -257,7 +257,7 @@ TEST_CASE("trust: what learns goes on as it was, whatever the program begins wit
     CHECK(warnings.texts().empty());
   }
 
-  // A program that freezes otherwise is told; with allow_changes it has its way. Parts alone load it as well.
+  // A program that freezes other parameters gets a warning; with allow_changes it keeps its choice.
   const auto path = directory / "other";
   train(path, 15);
   Net other;
@@ -276,7 +276,7 @@ TEST_CASE("trust: what learns goes on as it was, whatever the program begins wit
   part("model", ga::ModelState(other.model));
   CHECK(other.model[0]->named_parameters()["weight"].requires_grad());
 
-  // A state from before there was that: all stays.
+  // A state of an older version without this entry changes nothing.
   auto old = state;
   REQUIRE(old.erase("model.(frozen)") == 1);
   other.model[0]->named_parameters()["weight"].set_requires_grad(false);
@@ -287,7 +287,7 @@ TEST_CASE("trust: what learns goes on as it was, whatever the program begins wit
 
 namespace {
 
-/// Policy: the optimizer gets the last layer in an epoch, and in those after it where it has not.
+/// A policy: adds the last layer to the optimizer in an epoch, and in later epochs if it is missing.
 struct AddGroup {
   torch::nn::Sequential model;
   torch::optim::Optimizer& optimizer;
@@ -300,7 +300,7 @@ struct AddGroup {
 
 }  // namespace
 
-TEST_CASE("trust: parameter groups that were added on the way are there again, or an error says so") {
+TEST_CASE("trust: parameter groups that were added during training are restored, or their lack is an error") {
   const FailingFiles no_disk_to_wait_for;
   const auto train = [](const fs::path& path, std::int64_t stop_after, bool each_time) {
     Net net;
@@ -325,7 +325,7 @@ TEST_CASE("trust: parameter groups that were added on the way are there again, o
   REQUIRE_ERROR("optimizer.groups = 2, but here it is 1", train(directory / "once", -1, false));
 }
 
-TEST_CASE("trust: each signal that ends a program saves a state, and handlers are put back") {
+TEST_CASE("trust: each signal that ends a program saves a state, and handlers are restored") {
   const FailingFiles no_disk_to_wait_for;
   const Directory directory;
   const auto fit = [&](int signal, const ga::StopOn& on_signals, const fs::path& path) {
@@ -346,7 +346,7 @@ TEST_CASE("trust: each signal that ends a program saves a state, and handlers ar
     INFO(signal);
     struct sigaction before {
     }, after{}, by_default{};
-    by_default.sa_handler = SIG_DFL;  // Catch2 has its own
+    by_default.sa_handler = SIG_DFL;  // instead of Catch2's
     ::sigaction(signal, &by_default, &before);
     const auto path = directory / std::to_string(signal);
     CHECK(fit(signal, true, path) == signal);
@@ -362,7 +362,7 @@ TEST_CASE("trust: each signal that ends a program saves a state, and handlers ar
   REQUIRE_ERROR("can catch, got 0", net.trainer(ga::SaveState{.directory = "states", .on_signals = {0}}));
 }
 
-TEST_CASE("trust: states by the clock") {
+TEST_CASE("trust: time-based saves") {
   const FailingFiles no_disk_to_wait_for;
   const Directory directory;
   const auto states = [&](const std::string& name, double minutes) {
@@ -372,7 +372,7 @@ TEST_CASE("trust: states by the clock") {
     trainer.fit(batches, {.updates = 6});
     return ga::detail::StateDirectory(directory / name).finished().size();
   };
-  CHECK(states("none", 0) == 1);  // the last
+  CHECK(states("none", 0) == 1);  // only the last
   CHECK(states("rare", 1e9) == 1);
   CHECK(states("all", 1e-300) == 6);
   Net net;
@@ -380,7 +380,7 @@ TEST_CASE("trust: states by the clock") {
                 net.trainer(ga::SaveState{.directory = "states", .every_minutes = -1}));
 }
 
-TEST_CASE("trust: FitOptions::time is of this call, so that each job of a chain trains") {
+TEST_CASE("trust: FitOptions::time counts this call only, so that each job of a chain trains") {
   const FailingFiles no_disk_to_wait_for;
   const Directory directory;
   for (std::int64_t job = 1; job <= 3; ++job) {
@@ -391,7 +391,7 @@ TEST_CASE("trust: FitOptions::time is of this call, so that each job of a chain 
     CHECK(report.updates == job);
   }
   ga::FitStatus status{.options = {.time = std::chrono::hours(1)}, .updates = 7, .windows = 1};
-  status.start -= std::chrono::hours(5);  // of the runs before
+  status.start -= std::chrono::hours(5);  // time of earlier runs
   status.stop_at_limits();
   CHECK_FALSE(status.stopped);
   CHECK(status.fraction().value() < 0.9);
@@ -400,7 +400,7 @@ TEST_CASE("trust: FitOptions::time is of this call, so that each job of a chain 
   CHECK(status.stopped);
 }
 
-TEST_CASE("trust: another learning rate, given on resume, is said in one line") {
+TEST_CASE("trust: another learning rate on resume is reported in one line") {
   const FailingFiles no_disk_to_wait_for;
   const Directory directory;
   const auto path = directory / "runs";
@@ -421,11 +421,11 @@ TEST_CASE("trust: another learning rate, given on resume, is said in one line") 
   CHECK(
       contains(texts[0], "the state's values are kept, although this program sets others: group0.lr (0.02, was 0.1)"));
   CHECK(contains(texts[0], ".allow_changes = true"));
-  CHECK(resumed(0.1, 5, false) == std::pair(0.1, Texts()));  // which it has been all the time
+  CHECK(resumed(0.1, 5, false) == std::pair(0.1, Texts()));  // unchanged
   CHECK(resumed(0.02, 6, true) == std::pair(0.02, Texts()));
-  CHECK(resumed(0.02, 7, false) == std::pair(0.02, Texts()));  // has been taken
+  CHECK(resumed(0.02, 7, false) == std::pair(0.02, Texts()));  // already applied
 
-  // A schedule sets the rate whatever the optimizer was given, and one that is changed is taken.
+  // A schedule determines the rate independently of the optimizer's, and a changed schedule takes effect.
   const auto scheduled = directory / "scheduled";
   const auto with_schedule = [&](double given, double peak, std::int64_t updates) {
     Net net(given);
@@ -439,7 +439,7 @@ TEST_CASE("trust: another learning rate, given on resume, is said in one line") 
   CHECK(with_schedule(0.3, 0.2, 3) == std::pair(0.2, Texts()));
 }
 
-TEST_CASE("trust: ReduceLROnPlateau goes on with its best number and its patience") {
+TEST_CASE("trust: ReduceLROnPlateau resumes with its best value and its patience") {
   const FailingFiles no_disk_to_wait_for;
   const Directory directory;
   const auto train = [](const fs::path& path, std::int64_t stop_after) {
@@ -461,7 +461,7 @@ TEST_CASE("trust: ReduceLROnPlateau goes on with its best number and its patienc
     CHECK(difference(straight, bits) == "");
     CHECK(its_lr == lr);
   }
-  // Jobs of one update each, that end between two validations.
+  // Runs jobs of one update each, which end between two validations.
   const auto by_jobs = [](const fs::path& path, std::optional<std::chrono::seconds> time) {
     Net net(0.5);
     auto unseen = batches_of(8), batches = batches_of(12);
@@ -475,7 +475,7 @@ TEST_CASE("trust: ReduceLROnPlateau goes on with its best number and its patienc
   CHECK(std::get<2>(whole) == 18);  // the first of 6 epochs was best
   auto last = whole;
   for (int job = 0; job < 19; ++job)
-    last = by_jobs(directory / "jobs", std::chrono::seconds(0));  // the last: an epoch's end
+    last = by_jobs(directory / "jobs", std::chrono::seconds(0));  // the last one ends an epoch
   CHECK(difference(std::get<0>(whole), std::get<0>(last)) == "");
   CHECK(std::get<1>(last) == std::get<1>(whole));
   CHECK(std::get<2>(last) == 18);
@@ -489,7 +489,7 @@ TEST_CASE("trust: ReduceLROnPlateau goes on with its best number and its patienc
 
 namespace {
 
-/// A model that keeps what it has seen.
+/// A model that keeps its inputs.
 struct GrowingImpl : torch::nn::Module {
   torch::nn::Linear last{4, 3};
   at::Tensor seen;
@@ -506,7 +506,7 @@ TORCH_MODULE(Growing);
 
 }  // namespace
 
-TEST_CASE("trust: a buffer that grows with the data can be left out") {
+TEST_CASE("trust: a buffer that grows with the data can be excluded") {
   const FailingFiles no_disk_to_wait_for;
   const Directory directory;
   const auto fit = [](const fs::path& path, std::int64_t updates, const std::vector<std::string>& leave_out) {
@@ -525,7 +525,7 @@ TEST_CASE("trust: a buffer that grows with the data can be left out") {
   const auto [resumed, later_rows] = fit(directory / "runs", 6, {"seen"});
   CHECK(at::equal(straight, resumed));
   CHECK(later_rows == 8);
-  // A state that has it can be read without it.
+  // A state that contains it can be loaded without it.
   fit(directory / "whole", 4, {});
   REQUIRE_ERROR("the state has seen, Float [16, 4], the model seen, Float [0, 4]", fit(directory / "whole", 6, {}));
   CHECK(at::equal(straight, fit(directory / "whole", 6, {"seen"}).first));

@@ -38,7 +38,7 @@ Sequential make(Layers&&... layers) {
 
 torch::nn::Linear linear(std::int64_t in, std::int64_t out) { return torch::nn::Linear(in, out); }
 
-// Everything that must be as it was.
+// The state that must not change.
 struct Fingerprint {
   std::vector<at::Tensor> values, gradients, gradient_values;
   std::vector<bool> modes;
@@ -57,7 +57,7 @@ struct Fingerprint {
   }
 };
 
-// What of it is another; empty if nothing is.
+// Returns the parts of the state that changed; empty if there are none.
 std::string changes(const Fingerprint& before, const torch::nn::Module& model) {
   const Fingerprint after(model);
   const auto equal = [](auto& a, auto& b) { return a.defined() == b.defined() && (!a.defined() || a.equal(b)); };
@@ -78,7 +78,7 @@ bool has_cause(const ga::AccumulationReport& report, const std::string& part) {
   return false;
 }
 
-// The report has these causes and no others; nothing in the model has changed.
+// Requires a report with these causes and no others, and an unchanged model.
 template <class Model, class Objective, class Batch>
 ga::AccumulationReport require_causes(const std::vector<std::string>& causes, Model& model, Objective objective,
                                       const Batch& batch, ga::VerifyAccumulationOptions options = {.steps = 4}) {
@@ -92,7 +92,7 @@ ga::AccumulationReport require_causes(const std::vector<std::string>& causes, Mo
   return report;
 }
 
-// By hand, with LibTorch alone: gradients of one batch, and the mean of the micro-batches'.
+// Computes with LibTorch only: gradients of one batch, and the mean of the micro-batches'.
 std::vector<double> errors_by_hand(Sequential& model, const std::vector<Example>& parts) {
   const auto gradients = [&](const Example& batch) {
     model->zero_grad();
@@ -114,7 +114,7 @@ std::vector<double> errors_by_hand(Sequential& model, const std::vector<Example>
   return errors;
 }
 
-// Mean over the labels that are not -100, as of a language model.
+// Returns the mean over the labels that are not -100, as of a language model.
 const auto token_loss = [](auto& model, const auto& batch) {
   return torch::cross_entropy_loss(model->forward(batch.data).flatten(0, 1), batch.target.flatten());
 };
@@ -130,7 +130,7 @@ struct Noise : torch::nn::Module {
   at::Tensor forward(const at::Tensor& x) { return x + torch::randn_like(x); }
 };
 
-// A counter in a buffer, that does no harm.
+// A counter in a buffer, which has no effect on results.
 struct Counter : torch::nn::Module {
   Counter() : count(register_buffer("count", torch::zeros({}))) {}
   at::Tensor forward(const at::Tensor& x) {
@@ -140,12 +140,12 @@ struct Counter : torch::nn::Module {
   at::Tensor count;
 };
 
-// Subtracts the batch's mean in training mode, and keeps nothing of it.
+// Subtracts the batch's mean in training mode, without state.
 struct Centre : torch::nn::Module {
   at::Tensor forward(const at::Tensor& x) { return is_training() ? x - x.mean(0, true) : x; }
 };
 
-// Modules in a module.
+// Modules inside of a module.
 struct Block : torch::nn::Module {
   explicit Block(Sequential modules) : inner(register_module("inner", std::move(modules))) {}
   at::Tensor forward(const at::Tensor& x) { return x + inner->forward(x); }
@@ -158,7 +158,7 @@ const auto contrastive_loss = [](auto& model, const auto& batch) {
   return torch::cross_entropy_loss(scores, torch::arange(scores.size(0)));
 };
 
-// Divides by the largest values so far, which a member holds and no buffer.
+// Divides by the largest values so far, which are in a member and not in a buffer.
 struct RunningMax : torch::nn::Module {
   at::Tensor forward(const at::Tensor& x) {
     const auto now = x.detach().abs().amax(0, /*keepdim=*/true);
@@ -168,10 +168,10 @@ struct RunningMax : torch::nn::Module {
   at::Tensor most;
 };
 
-// Keeps the mean of what it was told in a buffer, and passes its input on.
+// Keeps a running mean of given values in a buffer, and returns its input.
 struct Baseline : torch::nn::Module {
   at::Tensor forward(const at::Tensor& x) { return x; }
-  at::Tensor update(const at::Tensor& value) {  // returns the mean before
+  at::Tensor update(const at::Tensor& value) {  // returns the previous mean
     const auto before = mean.clone();
     mean.mul_(0.9).add_(value.detach(), 0.1);
     return before;
@@ -179,7 +179,7 @@ struct Baseline : torch::nn::Module {
   at::Tensor mean = register_buffer("mean", torch::zeros({}));
 };
 
-// Reads sequences, and begins with the state that the rows before left if there were as many.
+// Reads sequences, and begins with the state of the rows before, if their number was the same.
 struct Reader : torch::nn::Module {
   Reader()
       : lstm(register_module("lstm", torch::nn::LSTM(torch::nn::LSTMOptions(4, 6).batch_first(true)))),
@@ -197,7 +197,7 @@ struct Reader : torch::nn::Module {
   at::Tensor h, c;
 };
 
-// Dice's loss of segmentation: a ratio of sums over the batch.
+// The dice loss of segmentation: a ratio of sums over the batch.
 const auto dice_loss = [](auto& model, const auto& batch) {
   const auto found = model->forward(batch.data).to(at::kFloat).sigmoid();
   return 1 - (2 * (found * batch.target).sum() + 1) / (found.sum() + batch.target.sum() + 1);
@@ -217,20 +217,20 @@ TEST_CASE("verify_accumulation: a plain network is exact, in float64 and in floa
   }
 }
 
-TEST_CASE("verify_accumulation: errors are those of a computation by hand") {
+TEST_CASE("verify_accumulation: errors equal a computation by hand") {
   auto model = make(linear(4, 6), torch::nn::BatchNorm1d(6), linear(6, 3));
   const auto parts = make_batches({3, 3, 3, 3});
   const auto report = ga::verify_accumulation(model, mean_loss, joined(parts, 0, 4), {.steps = 4});
   const auto expected = errors_by_hand(model, parts);
   REQUIRE(report.parameters.size() == expected.size());
   for (std::size_t i = 0; i < expected.size(); ++i) {
-    if (report.parameters[i].name == "0.bias") continue;  // a gradient of 0, but for rounding
+    if (report.parameters[i].name == "0.bias") continue;  // a gradient of 0 up to rounding
     CHECK(report.parameters[i].relative_error == Approx(expected[i]).epsilon(1e-9));
     if (contains(report.parameters[i].name, "weight")) CHECK(expected[i] > 1e-3);
   }
 }
 
-TEST_CASE("verify_accumulation: normalisation within a sample is exact, over the batch it is named") {
+TEST_CASE("verify_accumulation: normalization within a sample is exact, and over the batch it is named") {
   const auto batch = make_batch(12);
   auto layer = make(linear(4, 6), torch::nn::LayerNorm(torch::nn::LayerNormOptions({6})), linear(6, 3));
   require_causes({}, layer, mean_loss, batch);
@@ -240,14 +240,14 @@ TEST_CASE("verify_accumulation: normalisation within a sample is exact, over the
   auto norm = make(linear(4, 6), torch::nn::BatchNorm1d(6), linear(6, 3));
   const auto report = require_causes({"1 (BatchNorm1d): computes over its whole batch"}, norm, mean_loss, batch);
   CHECK(report.worst() > 1e-3);
-  norm->eval();  // frozen statistics are no cause
+  norm->eval();  // frozen statistics are not a cause
   require_causes({}, norm, mean_loss, batch);
   norm->train();
   norm[1]->as<torch::nn::BatchNorm1d>()->eval();
   require_causes({}, norm, mean_loss, batch);
 }
 
-TEST_CASE("verify_accumulation: a BatchNorm without running statistics does it in evaluation mode, too") {
+TEST_CASE("verify_accumulation: a BatchNorm without running statistics is named in evaluation mode, too") {
   auto model = make(linear(4, 6), torch::nn::BatchNorm1d(torch::nn::BatchNorm1dOptions(6).track_running_stats(false)),
                     linear(6, 3));
   require_causes({"BatchNorm without running statistics"}, model, mean_loss, make_batch(12));
@@ -272,8 +272,8 @@ TEST_CASE("verify_accumulation: dropout is named by module, two of them and nest
   require_causes({}, none, mean_loss, make_batch(12));
 }
 
-TEST_CASE("verify_accumulation: randomness is found where micro-batches happen to draw the same numbers") {
-  // One layer draws row by row: the micro-batches' numbers, one after another, are the whole batch's.
+TEST_CASE("verify_accumulation: randomness is found even if micro-batches happen to draw the same numbers") {
+  // One layer draws row by row, so the micro-batches' numbers in order are the whole batch's.
   auto model = make(linear(4, 6), torch::nn::Dropout(0.5));
   const Example batch(make_batch(12).data, torch::randn({12, 6}, at::kDouble));
   const auto report = require_causes({"1 (Dropout): draws random numbers"}, model, mean_loss, batch);
@@ -281,7 +281,7 @@ TEST_CASE("verify_accumulation: randomness is found where micro-batches happen t
   CHECK(contains(to_string(report), "4 micro-batches and one batch: equal, but (tolerance"));
 }
 
-TEST_CASE("verify_accumulation: randomness that no mode switches off, with what else can be seen") {
+TEST_CASE("verify_accumulation: randomness in every mode is named, with other visible causes") {
   auto model = make(linear(4, 6), std::make_shared<Noise>(), linear(6, 3));
   require_causes({"random numbers are drawn in evaluation mode, too"}, model, mean_loss, make_batch(12));
   auto both =
@@ -329,7 +329,7 @@ TEST_CASE("verify_accumulation: a micro-batch without a valid token") {
   };
   require_causes({}, model, counted, batch);
 
-  // cross_entropy leaves the gradient of such a mean 0; this one makes it NaN.
+  // cross_entropy makes the gradient of such a mean 0; this objective makes it NaN.
   const auto masked = [](auto& net, const auto& part) {
     const auto valid = part.target.ne(-100);
     return (net->forward(part.data).square().mean(-1) * valid).sum() / valid.sum();
@@ -337,18 +337,18 @@ TEST_CASE("verify_accumulation: a micro-batch without a valid token") {
   CHECK(std::isinf(require_causes({"(0.231, 0, 0.231, 0.538)"}, model, masked, batch).worst()));
 }
 
-TEST_CASE("verify_accumulation: a sum is told from a mean, and from a loss that couples its samples") {
+TEST_CASE("verify_accumulation: a sum is distinguished from a mean, and from a loss that couples its samples") {
   auto model = make_model();
   const auto sum = [](auto& net, const auto& part) { return mean_loss(net, part) * part.data.size(0); };
   const auto report =
       require_causes({"the loss is a sum, not a mean: the whole batch has 4 times"}, model, sum, make_batch(12));
-  CHECK(report.worst() == Approx(0.75));  // a quarter in place of the whole
+  CHECK(report.worst() == Approx(0.75));  // a quarter instead of the whole
   require_causes({"the loss is a sum"}, model, sum, make_batch(10));
   require_causes({"no sum of the micro-batches' gradients is the whole batch's"}, model, contrastive_loss,
                  make_batch(12));
 }
 
-TEST_CASE("verify_accumulation: all causes at once are all named") {
+TEST_CASE("verify_accumulation: several causes are all named") {
   auto model =
       make(linear(4, 6), torch::nn::BatchNorm1d(6), torch::nn::Dropout(0.5), std::make_shared<Centre>(), linear(6, 3));
   require_causes(
@@ -381,7 +381,7 @@ TEST_CASE("verify_accumulation: an objective that is not a function of model and
   require_causes({"the same batch gives other gradients each time"}, model, drifting, make_batch(12));
 }
 
-TEST_CASE("verify_accumulation: a state that no buffer holds is found: a running maximum, a carried hidden state") {
+TEST_CASE("verify_accumulation: state outside of buffers is found: a running maximum, a carried hidden state") {
   const std::string each_time = "a running maximum or a hidden state that no buffer holds";
   auto maximum = make(linear(4, 6), std::make_shared<RunningMax>(), linear(6, 3));
   require_causes({each_time}, maximum, mean_loss, make_batch(12));
@@ -412,7 +412,7 @@ TEST_CASE("verify_accumulation: a running baseline in a buffer is named, unless 
   require_causes({}, model, unused, make_batch(12));
 }
 
-TEST_CASE("verify_accumulation: a root or a logarithm of a mean is no mean, also where micro-batches are alike") {
+TEST_CASE("verify_accumulation: a root or a logarithm of a mean is not a mean, also if micro-batches are alike") {
   for (auto dtype : {at::kDouble, at::kFloat})
     for (std::int64_t rows : {12, 10, 400}) {
       auto model = make_model(dtype);
@@ -422,13 +422,13 @@ TEST_CASE("verify_accumulation: a root or a logarithm of a mean is no mean, also
       const auto logarithm = [](auto& net, const auto& part) { return mean_loss(net, part).log(); };
       require_causes({"the loss is no mean over items"}, model, logarithm, make_batch(rows, dtype));
     }
-  auto model = make_model(at::kFloat);  // a mean over tokens is told from them in float32, too
+  auto model = make_model(at::kFloat);  // a mean over tokens is distinguished from them in float32, too
   const auto batch = token_batch();
   require_causes({"(0.15, 0.35, 0.15, 0.35), as valid tokens are"}, model, token_loss,
                  Example(batch.data.to(at::kFloat), batch.target));
 }
 
-TEST_CASE("verify_accumulation: a sum with a term that has no samples, as a penalty on weights") {
+TEST_CASE("verify_accumulation: a sum with a term without samples, such as a penalty on weights") {
   auto model = make_model();
   const auto penalty = [](auto& net) { return 0.1 * net->template at<torch::nn::LinearImpl>(0).weight.square().sum(); };
   const auto sum = [&](auto& net, const auto& part) {
@@ -440,7 +440,7 @@ TEST_CASE("verify_accumulation: a sum with a term that has no samples, as a pena
   const auto mean = [&](auto& net, const auto& part) { return mean_loss(net, part) + penalty(net); };
   require_causes({}, model, mean, make_batch(12));
 
-  // A network that solves u' = -u, u(0) = 1: what the equation lacks at its points, and the boundary.
+  // A network that solves u' = -u, u(0) = 1: the residual at its points, and the boundary.
   auto solution = make(linear(1, 8), torch::nn::Tanh(), linear(8, 1));
   const auto physics = [](bool is_mean) {
     return [is_mean](auto& net, const at::Tensor& points) {
@@ -456,7 +456,8 @@ TEST_CASE("verify_accumulation: a sum with a term that has no samples, as a pena
   require_causes({"the loss is a sum, and a term that is no sum over samples"}, solution, physics(false), points);
 }
 
-TEST_CASE("verify_accumulation: a small error of a loss that is no mean is not called rounding, but rounding is") {
+TEST_CASE(
+    "verify_accumulation: a small error of a loss that is not a mean is not reported as rounding, but rounding is") {
   torch::manual_seed(6);
   Sequential model(torch::nn::Conv2d(1, 4, 3), torch::nn::ReLU(), torch::nn::Conv2d(4, 1, 1));
   const auto images = torch::randn({16, 1, 10, 10});
@@ -474,7 +475,7 @@ TEST_CASE("verify_accumulation: a small error of a loss that is no mean is not c
   require_causes({}, model, in_16_bits, batch, {.steps = 4, .tolerance = 2e-2});
 }
 
-TEST_CASE("verify_accumulation: an error that grows with the weights is not called rounding") {
+TEST_CASE("verify_accumulation: an error that grows with the weights is not reported as rounding") {
   auto model = make(linear(8, 1));
   auto& weight = model->at<torch::nn::LinearImpl>(0).weight;
   const auto direction = weight.detach() / weight.detach().square().sum();
@@ -487,7 +488,7 @@ TEST_CASE("verify_accumulation: an error that grows with the weights is not call
   CHECK(report.worst() < 0.05);
 }
 
-TEST_CASE("verify_accumulation: a function that can divide a batch into no other number is told the same") {
+TEST_CASE("verify_accumulation: a split function for only one number of parts gives the same report") {
   auto model = make_model();
   const auto batch = make_batch(12);
   const auto split = [](const Example& whole, std::int64_t steps) {
@@ -502,7 +503,7 @@ TEST_CASE("verify_accumulation: a function that can divide a batch into no other
   CHECK(contains(report.causes.front(), "no sum of the micro-batches' gradients is the whole batch's"));
 }
 
-TEST_CASE("verify_accumulation: where the loss is a root of a mean, no module is accused of it") {
+TEST_CASE("verify_accumulation: if the loss is a root of a mean, no module is named for it") {
   struct Doubles : torch::nn::Module {
     at::Tensor forward(const at::Tensor& x) { return is_training() ? 2 * x : x; }
   };
@@ -548,9 +549,9 @@ TEST_CASE("verify_accumulation: frozen, unused, shared and sparse parameters") {
   CHECK(report.parameters[4].relative_error == 0);
 }
 
-TEST_CASE("verify_accumulation: a gradient of 0 but for rounding is no error, in float32") {
+TEST_CASE("verify_accumulation: a gradient of 0 up to rounding is no error, in float32") {
   torch::manual_seed(3);
-  // The softmax does not see what is added to all scores.
+  // Softmax is invariant to a constant in all scores.
   struct Net : torch::nn::Module {
     Net() : shift(register_parameter("shift", torch::zeros({1}))), last(register_module("last", linear(4, 3))) {}
     at::Tensor forward(const at::Tensor& x) { return last->forward(x) + shift; }
@@ -578,7 +579,7 @@ TEST_CASE("verify_accumulation: 16-bit models") {
   }
 }
 
-TEST_CASE("verify_accumulation: the tolerance is the user's, where given") {
+TEST_CASE("verify_accumulation: a given tolerance is used") {
   auto model = make(linear(4, 6), torch::nn::BatchNorm1d(6), linear(6, 3));
   CHECK(ga::verify_accumulation(model, mean_loss, make_batch(12), {.steps = 4, .tolerance = 1e9}).exact());
   auto clean = make_model(at::kFloat);
@@ -610,7 +611,7 @@ TEST_CASE("verify_accumulation: batches of every kind that it can split") {
   };
   require_causes({}, model, of_list, examples);
 
-  // In each of them the rows count.
+  // Rows are the first dimension of each.
   for (auto& [name, tensor] : names) tensor = tensor.slice(0, 2);
   require_causes({"(3, 3, 2, 2)"}, model, named, names);
   require_causes({"(3, 3, 2, 2)"}, model, of_two, std::make_pair(batch.data.slice(0, 2), batch.target.slice(0, 2)));
@@ -650,7 +651,7 @@ TEST_CASE("verify_accumulation: any other batch, by a function that splits it") 
   CHECK(ga::verify_accumulation(model, loss, Pages{{data.slice(0, 0, 5), data.slice(0, 5)}, "a"}, options, split)
             .exact());
   const auto report = ga::verify_accumulation(model, loss, Pages{{data.slice(0, 0, 10)}, "a"}, options, split);
-  CHECK(has_cause(report, "unequal shares of (0.3, 0.3, 0.2, 0.2)"));  // it cannot know of rows
+  CHECK(has_cause(report, "unequal shares of (0.3, 0.3, 0.2, 0.2)"));  // without a count of rows
   CHECK(report.causes.size() == 1);
   const auto too_few = [&](const Pages& pages, std::int64_t) { return split(pages, 3); };
   REQUIRE_ERROR("split must return steps = 4 micro-batches, got 3",
@@ -671,7 +672,7 @@ TEST_CASE("verify_accumulation: a holder, a shared pointer, and a module on the 
   const auto of_pointer = [](std::shared_ptr<Net> net, const at::Tensor& x) { return net->forward(x).pow(3).mean(); };
   require_causes({"norm (BatchNorm1d)"}, shared, of_pointer, data);
 
-  struct Own : torch::nn::Module {  // drops by itself
+  struct Own : torch::nn::Module {  // drops in its forward
     Own() : last(register_module("last", linear(4, 3))) { to(at::kDouble); }
     at::Tensor forward(const at::Tensor& x) { return last->forward(torch::dropout(x, 0.5, is_training())); }
     torch::nn::Linear last;
@@ -680,8 +681,7 @@ TEST_CASE("verify_accumulation: a holder, a shared pointer, and a module on the 
   require_causes({"the model itself (Own): draws"}, own, mean_loss, make_batch(12));
 }
 
-TEST_CASE(
-    "verify_accumulation: leaves gradients, modes, buffers and random numbers as they were, also when it throws") {
+TEST_CASE("verify_accumulation: does not change gradients, modes, buffers and random numbers, also when it throws") {
   auto model = make(linear(4, 6), torch::nn::BatchNorm1d(6), torch::nn::Dropout(0.5), linear(6, 3));
   mean_loss(model, make_batch(6)).backward();
   model[3]->as<torch::nn::Linear>()->bias.mutable_grad().reset();
@@ -716,11 +716,11 @@ TEST_CASE(
     INFO("call " << fails << " of " << all);
     REQUIRE(changes(before, *model) == "");
   }
-  CHECK(thrown == 6);  // the whole batch, its micro-batches, the whole batch from other random numbers
+  CHECK(thrown == 6);  // whole batch, micro-batches, whole batch with other random numbers
   CHECK(thrown + reported == all);
 }
 
-TEST_CASE("verify_accumulation: puts back parameters that an objective writes to, and keeps a user's graph usable") {
+TEST_CASE("verify_accumulation: restores parameters that an objective writes to, and keeps a user's graph usable") {
   auto model = make_model();
   const auto loss = mean_loss(model, make_batch(3));
   const auto writing = [](auto& net, const auto& part) {
@@ -737,17 +737,17 @@ TEST_CASE("verify_accumulation: puts back parameters that an objective writes to
   auto clean = make_model();
   const auto pending = mean_loss(clean, make_batch(3));
   ga::verify_accumulation(clean, mean_loss, make_batch(12), {.steps = 4});
-  CHECK_NOTHROW(pending.backward());  // nobody has written to what it saved
+  CHECK_NOTHROW(pending.backward());  // its saved tensors were not written to
 }
 
-TEST_CASE("verify_accumulation: works where gradients are off, and leaves them off") {
+TEST_CASE("verify_accumulation: works with gradients disabled, and leaves them disabled") {
   at::NoGradGuard no_grad;
   auto model = make_model();
   require_causes({}, model, mean_loss, make_batch(12));
   CHECK(!at::GradMode::is_enabled());
 }
 
-TEST_CASE("verify_accumulation: a model that cannot run in evaluation mode is reported, not lost") {
+TEST_CASE("verify_accumulation: a model that cannot run in evaluation mode is reported") {
   struct Net : torch::nn::Module {
     Net() : norm(register_module("norm", torch::nn::BatchNorm1d(4))) { to(at::kDouble); }
     at::Tensor forward(const at::Tensor& x) {
@@ -763,7 +763,7 @@ TEST_CASE("verify_accumulation: a model that cannot run in evaluation mode is re
   CHECK(report.worst() > 1e-3);
 }
 
-TEST_CASE("verify_accumulation: refused") {
+TEST_CASE("verify_accumulation: refuses invalid arguments") {
   auto model = make_model();
   const auto batch = make_batch(12);
   const auto verify = [&](auto objective, ga::VerifyAccumulationOptions options = {}) {
@@ -825,7 +825,7 @@ TEST_CASE("verify_accumulation: on a device", "[cuda]") {
   require_causes({}, clean, mean_loss, even);
 }
 
-TEST_CASE("verify_accumulation: a batch that carries a graph is an error that says to detach it") {
+TEST_CASE("verify_accumulation: a batch that carries a graph is an error with advice to detach it") {
   auto model = make(linear(4, 3));
   auto batch = make_batch(8);
   const auto weight = torch::ones({1}, at::kDouble).requires_grad_();

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opens pages of runs in a real browser: python3 browser.py PAGES_PROGRAM DIRECTORY [--keep-pictures]
 
-They have to load without an error, ask for nothing, run nothing but their own script, draw their curves, and be
-readable: dark and light, on a phone, on paper.
-Status 77: there is no Chromium here. (CHROMIUM names one.)
+They have to load without an error, request nothing, run only their own script, draw their curves, and be readable: dark
+and light, on a phone, on paper. Status 77: Chromium was not found. (CHROMIUM names one.)
 """
 
 import base64
@@ -31,7 +30,7 @@ def check(holds, what):
 
 
 def check_hashes(page):
-    """The hashes that a page lets in are those of its style and its script: this part needs no browser."""
+    """Checks that a page allows exactly its style and its script, by hash; this needs no browser."""
     text = page.read_text()
     for kind in ("style", "script"):
         held = re.search(rf"<{kind}>(.*?)</{kind}>", text, re.S).group(1)
@@ -41,7 +40,7 @@ def check_hashes(page):
 
 
 class Browser:
-    """A Chromium without a window, driven over a pipe by its DevTools protocol."""
+    """A headless Chromium, controlled through a pipe by its DevTools protocol."""
 
     def __init__(self, program, profile):
         ours_read, theirs_write = os.pipe()
@@ -94,7 +93,7 @@ class Browser:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1,
                   mobile=width < 500)
         self.call("Emulation.setEmulatedMedia", media="", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        for address in ("about:blank", page.resolve().as_uri()):  # a page that is open already is read once more, too
+        for address in ("about:blank", page.resolve().as_uri()):  # so that a page that is already open is reloaded
             self.events = []
             self.call("Page.navigate", url=address)
             self.loaded()
@@ -102,7 +101,7 @@ class Browser:
     def loaded(self):
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
             self.events.append(self.message())
-        self.evaluate("1")  # events of loading have come
+        self.evaluate("1")  # waits for the events of loading
 
     def evaluate(self, expression):
         return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
@@ -135,7 +134,7 @@ class Browser:
 
 
 def pixels(path):
-    """The rows of a PNG of 8 bits a channel, and the bytes of a pixel."""
+    """Returns the rows of a PNG with 8 bits per channel, and the number of bytes per pixel."""
     data, at, packed = path.read_bytes(), 8, b""
     while at < len(data):
         length, kind = struct.unpack(">I4s", data[at:at + 8])
@@ -167,7 +166,7 @@ def pixels(path):
 
 
 def share_of(path, colour):
-    """How much of a picture has about this colour."""
+    """Returns the share of a picture that is close to this color."""
     rows, step = pixels(path)
     near = total = 0
     for row in rows[::2]:
@@ -278,7 +277,7 @@ def check_axes(browser, page):
 
 
 def check_equal(browser, page, pictures):
-    """Equal curves are all seen, and an axis of one number begins at 0."""
+    """Checks that equal curves are all visible, and that an axis of one number begins at 0."""
     browser.open(page, 1100, 900)
     lines = "[...charts.find(one => one.name === '%s').figure.querySelectorAll('path.line')]"
     dashes = browser.evaluate((lines % "loss") + ".slice(0, 5).map(one => one.style.strokeDasharray)")
@@ -347,7 +346,7 @@ def check_gaps(browser, page):
 
 
 def check_reload(browser, page):
-    """A run that goes on reads itself anew, here after a second; one that is over does not."""
+    """Checks that the page of a running run reloads itself, here after a second, and a finished run's does not."""
     text = page.read_text()
     for state, times in (("running", 1), ("finished", 0)):
         other = page.parent / f"reload-{state}.html"

@@ -14,8 +14,8 @@
 
 namespace testing {
 
-/// A page of a run taken apart. It has to be the library's own text around JSON of printable ASCII without a `<`: then
-/// whatever is in the JSON, a browser finds the same elements.
+/// A parsed page of a run. It must be the library's fixed text around JSON in printable ASCII without a `<`, so that a
+/// browser finds the same elements for any JSON.
 class Page {
  public:
   explicit Page(const std::string& text) {
@@ -30,7 +30,7 @@ class Page {
   }
 
   const nlohmann::json& operator[](const std::string& name) const { return json_.at(name); }
-  /// `stopped: why`
+  /// Returns `stopped: reason`.
   std::string state() const {
     const auto reason = json_.at("reason").get<std::string>();
     return json_.at("state").get<std::string>() + (reason.empty() ? "" : ": " + reason);
@@ -38,7 +38,7 @@ class Page {
   nlohmann::json number(const std::string& name) const { return row(json_.at("numbers"), name)[1]; }
   nlohmann::json setting(const std::string& name) const { return row(json_.at("settings"), name)[1]; }
   nlohmann::json tile(const std::string& name) const { return row(json_.at("tiles"), name)[1]; }
-  /// `[name, last value, pieces]`
+  /// Returns `[name, last value, pieces]`.
   nlohmann::json curve(const std::string& name, const std::string& run = "") const {
     for (auto& one : json_.at("runs"))
       if (one.at("name") == run) return row(one.at("curves"), name);
@@ -68,7 +68,7 @@ class Page {
   nlohmann::json json_;
 };
 
-/// How many points a curve has been given.
+/// Returns the number of points that a curve has been given.
 inline std::int64_t points_of(const gradaccum::Curve& curve) {
   std::int64_t all = 0;
   for (auto& piece : curve.pieces()) all += piece.finite + piece.gaps;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Writes pages for browser.py to look at: pages DIRECTORY
+// pages DIRECTORY: writes pages for browser.py.
 
 #include <gradaccum/run_page.hpp>
 
@@ -22,7 +22,7 @@ namespace {
 
 constexpr std::int64_t updates_an_epoch = 938, epochs = 20;
 
-/// A run as one of a small network on FashionMNIST is: what it looks like, not what it learns.
+/// A run that looks like one of a small network on FashionMNIST.
 class BelievableRun {
  public:
   explicit BelievableRun(unsigned seed) : random_(seed) {}
@@ -69,7 +69,7 @@ void tell_settings(ga::RunPage& page) {
   page.set("device", "cpu, 2 threads");
 }
 
-/// A page of a run that goes on, which would be interrupted with the end of this program.
+/// Copies the page of a running run, which would become interrupted when this program ends.
 void keep(const std::filesystem::path& path, const std::string& name) {
   const auto kept = path.parent_path() / name;
   std::filesystem::copy_file(path, kept, std::filesystem::copy_options::overwrite_existing);
@@ -107,7 +107,7 @@ void write_several(const std::filesystem::path& path) {
   page.end();
 }
 
-/// What must not run, flatten a chart, or make a page wider than a phone.
+/// Texts that must not run, flatten a chart, or make a page wider than a phone.
 void write_hostile(const std::filesystem::path& path) {
   constexpr double nan = std::numeric_limits<double>::quiet_NaN();
   ga::RunPage page(options_of(path, "</title><script>document.title='it ran'</script>"));
@@ -124,7 +124,7 @@ void write_hostile(const std::filesystem::path& path) {
   page.end(ga::RunEnd::interrupted, "<b onclick=x>by an exception</b>");
 }
 
-/// A number far outside, numbers that are none, and whatever else an axis must bear.
+/// An outlier, non-finite numbers, and other values that an axis must handle.
 void write_gaps(const std::filesystem::path& path) {
   constexpr double nan = std::numeric_limits<double>::quiet_NaN(), inf = std::numeric_limits<double>::infinity();
   ga::RunPage page(options_of(path, "Gaps"));
@@ -145,7 +145,7 @@ void write_gaps(const std::filesystem::path& path) {
   page.end();
 }
 
-/// Curves called like what a page has of its own.
+/// Curves with the names of a page's own elements.
 void write_named(const std::filesystem::path& path) {
   ga::RunPage page(options_of(path, "Names"));
   for (int i = 1; i <= 100; ++i)
@@ -154,7 +154,7 @@ void write_named(const std::filesystem::path& path) {
   page.end();
 }
 
-/// One validation, and three runs with the same numbers, of which the last has not come as far.
+/// One validation, and three runs with equal numbers, the last of which is shorter.
 void write_equal(const std::filesystem::path& path) {
   ga::RunPage page(options_of(path, "Equal"));
   for (const auto& [name, until] : {std::pair{"64 x 1", 938}, {"16 x 4", 938}, {"4 x 16", 700}}) {

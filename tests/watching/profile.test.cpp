@@ -30,7 +30,7 @@ struct Event {
   bool within(const Event& other) const { return begin >= other.begin && end <= other.end; }
 };
 
-/// Those of a trace that have a duration.
+/// Returns the events of a trace that have a duration.
 std::vector<Event> events_in(const std::filesystem::path& directory) {
   const auto trace = nlohmann::json::parse(text_of(directory / "trace.json"));
   std::vector<Event> events;
@@ -90,7 +90,7 @@ const std::vector<std::int64_t> ten_batches(10, 2);
 
 }  // namespace
 
-TEST_CASE("Profile: a trace of these updates alone, by phases") {
+TEST_CASE("Profile: a trace of only these updates, by phases") {
   const Directory directory;
   const auto path = directory / "new/profile";
   auto model = make_model();
@@ -112,7 +112,7 @@ TEST_CASE("Profile: a trace of these updates alone, by phases") {
   CHECK(marks.at("step") == 2);
   CHECK(marks.at("update 3") == 1);
   CHECK(marks.at("update 4") == 1);
-  CHECK(marks.size() == 8);  // and "other": none of other updates
+  CHECK(marks.size() == 8);  // and "other", but none of other updates
 
   auto updates = named(events, "update 3");
   updates.push_back(named(events, "update 4").at(0));
@@ -123,7 +123,7 @@ TEST_CASE("Profile: a trace of these updates alone, by phases") {
   CHECK(named(events, "aten::addmm").size() == 2 * 4);
 }
 
-TEST_CASE("Profile: operations are counted, and shares are of all the time") {
+TEST_CASE("Profile: operations are counted, and shares are of the total time") {
   const Directory directory;
   auto model = make_model();
   torch::optim::Adam adam(model->parameters(), torch::optim::AdamOptions(1e-3));
@@ -135,7 +135,7 @@ TEST_CASE("Profile: operations are counted, and shares are of all the time") {
   CHECK(report.updates == 3);
   const std::int64_t micro_batches = 6;
   CHECK(calls_of(report, "aten::addmm") == 2 * micro_batches);
-  CHECK(calls_of(report, "aten::mm") == 3 * micro_batches);  // nobody asks for the gradient of the data
+  CHECK(calls_of(report, "aten::mm") == 3 * micro_batches);  // the data needs no gradient
   CHECK(calls_of(report, "aten::tanh") == micro_batches);
   CHECK(calls_of(report, "aten::tanh_backward") == micro_batches);
   CHECK(calls_of(report, "aten::mse_loss") == micro_batches);
@@ -177,7 +177,7 @@ TEST_CASE("Profile: operations are counted, and shares are of all the time") {
 
 namespace {
 
-/// What a MemoryMeter counts that begins with an update, at the ends of its phases.
+/// Counts memory with a MemoryMeter from the beginning of an update, at the ends of its phases.
 struct MeterOfAnUpdate {
   std::int64_t update = 0;
   ga::TrainerBase* trainer = nullptr;
@@ -236,14 +236,14 @@ void check_memory(at::ScalarType dtype, std::int64_t moments) {
 
 }  // namespace
 
-TEST_CASE("Profile: memory by kind is what a MemoryMeter counts, to the byte") {
+TEST_CASE("Profile: memory by kind equals a MemoryMeter's counts, to the byte") {
   SECTION("float64") { check_memory<torch::optim::Adam, torch::optim::AdamOptions>(at::kDouble, 2); }
   SECTION("float32") { check_memory<torch::optim::Adam, torch::optim::AdamOptions>(at::kFloat, 2); }
   SECTION("ours") { check_memory<ga::optim::AdamW, ga::optim::AdamWOptions>(at::kFloat, 2); }
   SECTION("without state") { check_memory<torch::optim::SGD, torch::optim::SGDOptions>(at::kDouble, 0); }
 }
 
-TEST_CASE("Profile: activations are what forward leaves for backward") {
+TEST_CASE("Profile: activations are the memory that forward keeps for backward") {
   const Directory directory;
   const auto batches = make_batches({4, 4, 4});
   auto model = make_model();
@@ -261,7 +261,7 @@ TEST_CASE("Profile: activations are what forward leaves for backward") {
   CHECK(forward->bytes.activations == meter.live_bytes());
 }
 
-TEST_CASE("Profile: of updates from the first on, memory is that of the one behind them") {
+TEST_CASE("Profile: profiled from the first update on, memory is that of the update after them") {
   const Directory directory;
   auto model = make_model();
   torch::optim::Adam adam(model->parameters(), torch::optim::AdamOptions(1e-3));
@@ -277,7 +277,7 @@ TEST_CASE("Profile: of updates from the first on, memory is that of the one behi
   CHECK(names_in(directory / "p") == all_files);
 }
 
-TEST_CASE("Profile: the numbers of the training are the same, to the bit") {
+TEST_CASE("Profile: the training is bitwise the same") {
   const Directory directory;
   const auto batches = make_batches(ten_batches, at::kFloat);
   const auto train = [&](auto... policies) {
@@ -302,7 +302,7 @@ TEST_CASE("Profile: the numbers of the training are the same, to the bit") {
   CHECK(names_in(directory / "p") == all_files);
 }
 
-TEST_CASE("Profile: an evaluation within an update is no forward phase") {
+TEST_CASE("Profile: an evaluation within an update does not count as forward") {
   const Directory directory;
   auto model = make_model();
   torch::optim::SGD sgd(model->parameters(), torch::optim::SGDOptions(0.1));
@@ -317,7 +317,7 @@ TEST_CASE("Profile: an evaluation within an update is no forward phase") {
   CHECK(calls_of(report, "aten::addmm") == 2 * (2 + 2 * 4));
 }
 
-TEST_CASE("Profile: a fit that ends before has those updates that there were") {
+TEST_CASE("Profile: a fit that ends early reports the updates that were made") {
   const Directory directory;
   auto model = make_model();
   torch::optim::SGD sgd(model->parameters(), torch::optim::SGDOptions(0.1));
@@ -329,11 +329,11 @@ TEST_CASE("Profile: a fit that ends before has those updates that there were") {
   CHECK(names_in(directory / "p") == all_files);
   CHECK(ga::MemoryMeter::possible());
   const auto before = text_of(directory / "p/profile.txt");
-  trainer.fit(batches);  // once is enough
+  trainer.fit(batches);  // profiles only once
   CHECK(text_of(directory / "p/profile.txt") == before);
 }
 
-TEST_CASE("Profile: goes with OptimizerInBackward, and with windows that move nothing") {
+TEST_CASE("Profile: works with OptimizerInBackward, and with skipped windows") {
   const Directory directory;
   auto model = make_model();
   ga::optim::AdamW adamw(model->parameters(), ga::optim::AdamWOptions(1e-2));
@@ -355,7 +355,7 @@ TEST_CASE("Profile: goes with OptimizerInBackward, and with windows that move no
     trainer.fit(make_batches({2, 3, 2, 3, 2, 2}));
     const auto& report = *trainer.policy<ga::Profile>().report();
     CHECK(report.updates == 2);
-    CHECK(times_of(report, "forward") == 4);  // two of windows that moved nothing
+    CHECK(times_of(report, "forward") == 4);  // two in skipped windows
   }
 }
 
@@ -370,12 +370,12 @@ struct Breaks : torch::autograd::Function<Breaks> {
 
 }  // namespace
 
-TEST_CASE("Profile: after an exception nothing is at work, and there is no file") {
+TEST_CASE("Profile: after an exception no profiler is active, and there is no file") {
   const Directory directory;
   auto model = make_model();
   torch::optim::SGD sgd(model->parameters(), torch::optim::SGDOptions(0.1));
   const auto batches = make_batches(ten_batches);
-  const int fails_at = GENERATE(2, 3, 4, 5, 8);  // 2 and 3: in the update that is measured
+  const int fails_at = GENERATE(2, 3, 4, 5, 8);  // 2 and 3: in the profiled update
   const bool in_backward = GENERATE(false, true);
   int micro_batch = 0;
   ga::Trainer trainer(
@@ -389,12 +389,12 @@ TEST_CASE("Profile: after an exception nothing is at work, and there is no file"
       ga::Profile{.updates = {2, 5}, .directory = directory / "p"}, ga::Accumulate{.steps = 2});
   REQUIRE_ERROR("broken", trainer.fit(batches));
   CHECK(ga::MemoryMeter::possible());
-  const ga::MemoryMeter meter;  // the slot is empty
+  const ga::MemoryMeter meter;  // throws if a profiler is still active
   CHECK(names_in(directory / "p").empty());
   CHECK(trainer.policy<ga::Profile>().report() == nullptr);
 }
 
-TEST_CASE("Profile: after an exception a fit can be profiled anew") {
+TEST_CASE("Profile: after an exception another fit can be profiled") {
   const Directory directory;
   auto model = make_model();
   torch::optim::SGD sgd(model->parameters(), torch::optim::SGDOptions(0.1));
@@ -411,11 +411,11 @@ TEST_CASE("Profile: after an exception a fit can be profiled anew") {
   CHECK(trainer.updates() == 3);
   trainer.fit(batches);
   REQUIRE(trainer.policy<ga::Profile>().report());
-  CHECK(trainer.policy<ga::Profile>().report()->updates == 2);  // 3 has been made already
+  CHECK(trainer.policy<ga::Profile>().report()->updates == 2);  // update 3 was made before
   CHECK(names_in(directory / "p") == all_files);
 }
 
-TEST_CASE("Profile: a fit that goes on from a state") {
+TEST_CASE("Profile: a resumed fit") {
   const Directory directory;
   const auto batches = make_batches(ten_batches);
   const auto train = [&](std::int64_t updates) {
@@ -437,7 +437,7 @@ TEST_CASE("Profile: a fit that goes on from a state") {
   CHECK(train(10).updates == 0);
 }
 
-TEST_CASE("Profile: what it cannot do, it says") {
+TEST_CASE("Profile: refuses invalid options and uses") {
   const Directory directory;
   auto model = make_model();
   torch::optim::SGD sgd(model->parameters(), torch::optim::SGDOptions(0.1));

@@ -35,7 +35,7 @@ Event memory(std::int64_t at, std::int64_t bytes, std::uint64_t thread = 1) {
   return {.kind = Event::Kind::memory, .name = "[memory]", .begin = at, .end = at, .thread = thread, .bytes = bytes};
 }
 
-/// What this process writes to stderr.
+/// Captures this process's stderr.
 class CapturedStderr {
  public:
   CapturedStderr() : before_(dup(2)) { dup2(fileno(file_), 2); }
@@ -54,7 +54,7 @@ class CapturedStderr {
 
 }  // namespace
 
-TEST_CASE("Profiler: operations' own time and memory") {
+TEST_CASE("Profiler: self time and memory of operations") {
   const auto rows = ga::detail::operations_of({
       operation("inner", 20, 50, 1, 7),
       operation("outer", 10, 100),
@@ -64,7 +64,7 @@ TEST_CASE("Profiler: operations' own time and memory") {
       memory(20, 64),
       memory(50, -24),
       memory(99, -1000),
-      memory(150, 5),  // within none
+      memory(150, 5),  // outside of operations
       operation("outer", 15, 45, 2),
       memory(40, 8, 2),
       operation("same", 200, 300),
@@ -88,13 +88,13 @@ TEST_CASE("Profiler: operations' own time and memory") {
   CHECK(outer.kept_bytes == 8);
   const auto& same = row(rows, "same");
   CHECK(same.self_cpu_seconds == Approx(100e-9));
-  CHECK(same.cpu_seconds == Approx(100e-9));  // it called itself
+  CHECK(same.cpu_seconds == Approx(100e-9));  // recursive calls
   CHECK(rows[0].name == "inner");
   CHECK(rows[3].name == "last");
   CHECK(ga::detail::operations_of({}).empty());
 }
 
-TEST_CASE("Profiler: phases of one's own loop") {
+TEST_CASE("Profiler: phases of a user's loop") {
   const Directory directory;
   auto model = make_model();
   const auto batch = make_batches({3})[0];
@@ -144,7 +144,7 @@ TEST_CASE("Profiler: memory of operations is what they allocated") {
   CHECK(report.by_memory(1).at(0).name == "aten::empty");
 }
 
-TEST_CASE("Profiler: without a directory nothing is written, and nothing where it is not finished") {
+TEST_CASE("Profiler: nothing is written without a directory, or without finish") {
   const Directory directory;
   { ga::Profiler profiler; }
   CHECK(ga::MemoryMeter::possible());
@@ -159,7 +159,7 @@ TEST_CASE("Profiler: without a directory nothing is written, and nothing where i
   CHECK(std::filesystem::is_empty(directory / "p"));
 }
 
-TEST_CASE("Profiler: what it cannot do, it says") {
+TEST_CASE("Profiler: refuses invalid uses") {
   const Directory directory;
   ga::Profiler profiler({.directory = directory / "p"});
   REQUIRE_ERROR("Profiler: must not start while LibTorch's profiler runs", ga::Profiler{});
@@ -181,7 +181,7 @@ TEST_CASE("Profiler: what it cannot do, it says") {
   REQUIRE_ERROR("Profiler: must not start while a MemoryMeter counts", ga::Profiler{});
 }
 
-TEST_CASE("Profiler: a trace that cannot be written is an error, and leaves nothing") {
+TEST_CASE("Profiler: a trace that cannot be written is an error, and leaves no file") {
   const Directory directory;
   std::filesystem::create_directories(directory / "p/trace.json/in_the_way");
   ga::Profiler profiler({.directory = directory / "p"});
@@ -193,14 +193,14 @@ TEST_CASE("Profiler: a trace that cannot be written is an error, and leaves noth
   CHECK(names == 1);
 }
 
-TEST_CASE("Profiler: prints nothing of its own") {
+TEST_CASE("Profiler: prints nothing") {
   const CapturedStderr captured;
   {
     ga::Profiler profiler;
     torch::zeros({3});
     profiler.finish();
   }
-  for (auto& line : split(captured.text(), '\n')) {  // Kineto's, without KINETO_LOG_LEVEL
+  for (auto& line : split(captured.text(), '\n')) {  // Kineto prints these without KINETO_LOG_LEVEL
     INFO(line);
     CHECK((line.starts_with("USDT:") || line.starts_with("ERROR:")));
   }

@@ -28,13 +28,13 @@ using namespace std::chrono_literals;
 
 constexpr double infinity = std::numeric_limits<double>::infinity();
 
-// The rate and the time that is left depend on the clock.
+// Replaces rate and remaining time, which depend on the clock.
 std::string without_times(const std::string& text) {
   const auto rate = std::regex_replace(text, std::regex(R"([0-9.]+(e[+-][0-9]+)? samples/s)"), "N samples/s");
   return std::regex_replace(rate, std::regex(R"([0-9:]+ left)"), "T left");
 }
 
-// A terminal, and what it was sent.
+// A terminal, and the text that was sent to it.
 class Terminal {
  public:
   explicit Terminal(unsigned short columns) {
@@ -55,7 +55,7 @@ class Terminal {
   }
   operator std::FILE*() const { return slave_.get(); }  // NOLINT(google-explicit-constructor): it is one
 
-  /// What it was sent since the last call.
+  /// Returns the text sent since the last call.
   std::string sent() {
     constexpr char end = '\1';
     std::fputc(end, slave_.get());
@@ -70,7 +70,7 @@ class Terminal {
   std::unique_ptr<std::FILE, int (*)(std::FILE*)> slave_{nullptr, &std::fclose};
 };
 
-// What a row of a terminal shows, and where its cursor is.
+// The visible text of a terminal's row, and the cursor's position.
 struct Row {
   std::string shown;
   std::size_t cursor = 0, widest = 0;
@@ -97,7 +97,7 @@ std::string line_of(std::optional<double> fraction, const std::string& text = "t
 
 }  // namespace
 
-TEST_CASE("ProgressLine: elsewhere than on a terminal, plain lines") {
+TEST_CASE("ProgressLine: without a terminal, prints plain lines") {
   CHECK(line_of(0.43) == " 43% | text | N samples/s | T left\n");
   CHECK(line_of(1.0) == "100% | text | N samples/s | T left\n");
   CHECK(line_of(0.001) == "  0% | text | N samples/s | T left\n");
@@ -112,7 +112,7 @@ TEST_CASE("ProgressLine: elsewhere than on a terminal, plain lines") {
         "100% | update 3 | N samples/s | T left\n");
 }
 
-TEST_CASE("ProgressLine: a fraction that nobody knows, or that is none") {
+TEST_CASE("ProgressLine: an unknown fraction, or an invalid one") {
   CHECK(line_of({}) == "text | N samples/s\n");
   CHECK(line_of(0.0) == "text | N samples/s\n");
   CHECK(line_of(-0.5) == "text | N samples/s\n");
@@ -122,12 +122,12 @@ TEST_CASE("ProgressLine: a fraction that nobody knows, or that is none") {
   CHECK(line_of(1e-300) == "  0% | text | N samples/s | T left\n");
 }
 
-TEST_CASE("ProgressLine: the text is shown as it is") {
+TEST_CASE("ProgressLine: the text is shown unchanged") {
   CHECK(line_of({}, "{} %s %n \"ü\"") == "{} %s %n \"ü\" | N samples/s\n");
   CHECK(line_of({}, "") == " | N samples/s\n");
 }
 
-TEST_CASE("ProgressLine: the time that is left, and the rate") {
+TEST_CASE("ProgressLine: the remaining time, and the rate") {
   constexpr double fraction = 1e-11;
   constexpr std::int64_t samples = 1'000'000'000;
   const auto now = [] { return std::chrono::steady_clock::now(); };
@@ -148,10 +148,10 @@ TEST_CASE("ProgressLine: the time that is left, and the rate") {
   CHECK(left >= least / fraction - 1);
   CHECK(std::stod(found[1]) >= samples / most - 1);
   CHECK(std::stod(found[1]) <= samples / least + 1);
-  CHECK(left * fraction * std::stod(found[1]) == Approx(samples).epsilon(0.01));  // both by the same clock
+  CHECK(left * fraction * std::stod(found[1]) == Approx(samples).epsilon(0.01));  // both use the same clock
 }
 
-TEST_CASE("rate_text: three digits of what is small, whole numbers of what is not") {
+TEST_CASE("rate_text: three digits for small rates, integers for large ones") {
   CHECK(ga::rate_text(0) == "0");
   CHECK(ga::rate_text(0.0123456) == "0.0123");
   CHECK(ga::rate_text(0.42) == "0.42");
@@ -165,25 +165,25 @@ TEST_CASE("rate_text: three digits of what is small, whole numbers of what is no
   CHECK(ga::rate_text(infinity) == "inf");
 }
 
-TEST_CASE("ProgressLine: counts what it is told to count") {
+TEST_CASE("ProgressLine: counts in the given unit") {
   const Scratch file;
   ga::ProgressLine progress({.to = file, .elsewhere = 0ms, .unit = "MB"});
   progress.update({}, 0, [] { return "none"; });
   CHECK(file.text() == "none | 0 MB/s\n");
 }
 
-TEST_CASE("ProgressLine: a rate below one a second is one") {
+TEST_CASE("ProgressLine: rates below one per second are shown") {
   const Scratch file;
   ga::ProgressLine progress({.to = file, .elsewhere = 0ms});
   std::this_thread::sleep_for(20ms);
   progress.update({}, 0, [] { return "none"; });
   CHECK(file.text() == "none | 0 samples/s\n");
   std::this_thread::sleep_for(1001ms);
-  progress.update({}, 1, [] { return "one"; });  // in more than a second
+  progress.update({}, 1, [] { return "one"; });  // takes more than a second
   CHECK(std::regex_search(file.text(), std::regex(R"(one \| 0\.[0-9]+ samples/s)")));
 }
 
-TEST_CASE("duration_text: minutes, and hours where there are some") {
+TEST_CASE("duration_text: minutes, and hours if there are any") {
   CHECK(inner::duration_text(0) == "0:00");
   CHECK(inner::duration_text(0.49) == "0:00");
   CHECK(inner::duration_text(59.5) == "1:00");
@@ -195,7 +195,7 @@ TEST_CASE("duration_text: minutes, and hours where there are some") {
   CHECK(inner::duration_text(1e300) == inner::duration_text(infinity));
 }
 
-TEST_CASE("ProgressLine: asks for the text only when it shows it") {
+TEST_CASE("ProgressLine: calls for the text only when it is shown") {
   const Scratch file;
   int asked = 0;
   const auto text = [&] { return fmt::format("asked {}", ++asked); };
@@ -217,7 +217,7 @@ TEST_CASE("ProgressLine: asks for the text only when it shows it") {
   CHECK(show_twice({.to = terminal, .only_on_terminal = true, .on_terminal = 0ms, .elsewhere = 1h}) == 2);
 }
 
-TEST_CASE("ProgressLine: time and samples count from restart() on") {
+TEST_CASE("ProgressLine: time and samples count from restart()") {
   const auto now = [] { return std::chrono::steady_clock::now(); };
   const Scratch file;
   ga::ProgressLine progress({.to = file, .elsewhere = 0ms});
@@ -232,7 +232,7 @@ TEST_CASE("ProgressLine: time and samples count from restart() on") {
   CHECK(std::stod(found[1]) >= 1'000'000 / most - 1);
 }
 
-TEST_CASE("ProgressLine: on a terminal, one line that is rewritten and wiped") {
+TEST_CASE("ProgressLine: on a terminal, one line is rewritten and erased") {
   Terminal terminal(80);
   Row row;
   const auto see = [&] {
@@ -254,7 +254,7 @@ TEST_CASE("ProgressLine: on a terminal, one line that is rewritten and wiped") {
     CHECK(see().empty());
     CHECK(row.cursor == 0);
     progress.clear();
-    CHECK(terminal.sent().empty());  // there is nothing to wipe
+    CHECK(terminal.sent().empty());  // nothing to erase
     update("again");
     CHECK(see() == "again | N samples/s");
   }
@@ -262,7 +262,7 @@ TEST_CASE("ProgressLine: on a terminal, one line that is rewritten and wiped") {
   CHECK(row.cursor == 0);
 }
 
-TEST_CASE("ProgressLine: a line that is wider than the terminal is cut") {
+TEST_CASE("ProgressLine: a line wider than the terminal is cut") {
   Terminal terminal(20);
   ga::ProgressLine progress({.to = terminal, .on_terminal = 0ms});
   Row row;
@@ -276,7 +276,7 @@ TEST_CASE("ProgressLine: a line that is wider than the terminal is cut") {
   CHECK(row.text().empty());
   CHECK(row.widest < 20);  // the last column would move some terminals to the next row
 
-  Terminal unknown(0);  // does not tell how wide it is
+  Terminal unknown(0);  // reports no width
   ga::ProgressLine whole({.to = unknown, .on_terminal = 0ms});
   whole.update({}, 0, [] { return std::string(300, 'x'); });
   CHECK(contains(unknown.sent(), std::string(300, 'x') + " | "));
@@ -285,7 +285,7 @@ TEST_CASE("ProgressLine: a line that is wider than the terminal is cut") {
 TEST_CASE("ProgressLine: a stream that cannot be written to does no harm") {
   SECTION("without a buffer, on a device without room") {
     const std::unique_ptr<std::FILE, int (*)(std::FILE*)> full(std::fopen("/dev/full", "w"), &std::fclose);
-    std::setvbuf(full.get(), nullptr, _IONBF, 0);  // as stderr
+    std::setvbuf(full.get(), nullptr, _IONBF, 0);  // unbuffered, like stderr
     ga::ProgressLine progress({.to = full.get(), .elsewhere = 0ms});
     int asked = 0;
     for (int i = 0; i < 3; ++i) progress.update(0.5, 1, [&] { return ++asked, "text"; });

@@ -41,7 +41,7 @@ ga::Report report_at(const std::filesystem::path& path, std::chrono::duration<do
   return {.path = path, .title = "A test", .settings = {{"data", "random <numbers>"}}, .every = every};
 }
 
-/// The curves that do not depend on the clock, as bits.
+/// Returns the bits of the curves that do not depend on the clock.
 std::string curves_of(const ga::Curves& curves) {
   std::string bits;
   for (auto& [name, curve] : curves.all()) {
@@ -59,7 +59,7 @@ std::string curves_of(const ga::Curves& curves) {
 
 }  // namespace
 
-TEST_CASE("Report: its numbers are those of the FitReport, and its curves those that callbacks see") {
+TEST_CASE("Report: its numbers equal the FitReport's, and its curves the values that callbacks receive") {
   const Directory directory;
   auto model = make_model();
   torch::optim::SGD sgd(model->parameters(), 0.05);
@@ -118,7 +118,7 @@ TEST_CASE("Report: its numbers are those of the FitReport, and its curves those 
   CHECK(page.setting("trains for") == "4 epochs");
 }
 
-TEST_CASE("Report: the training is that without it, to the bit") {
+TEST_CASE("Report: the training is bitwise the same as without it") {
   const auto train = [](std::optional<ga::Report> report) {
     auto model = make_model();
     torch::optim::SGD sgd(model->parameters(), 0.05);
@@ -131,7 +131,7 @@ TEST_CASE("Report: the training is that without it, to the bit") {
   CHECK(at::equal(train({}), train(report_at(directory / "run.html"))));
 }
 
-TEST_CASE("Report: stopped after any micro-batch and gone on, it has the curves of a run that was not") {
+TEST_CASE("Report: stopped after any micro-batch and resumed, it has the curves of an uninterrupted run") {
   const Directory directory;
   const auto train = [&](const std::string& name, std::int64_t stop_after) {
     auto model = make_model();
@@ -159,7 +159,7 @@ TEST_CASE("Report: stopped after any micro-batch and gone on, it has the curves 
   }
 }
 
-TEST_CASE("Report: what was done after the state, and is done again, is there once") {
+TEST_CASE("Report: points that are repeated after a resume occur once") {
   const Directory directory;
   auto model = make_model();
   torch::optim::SGD sgd(model->parameters(), 0.05);
@@ -179,7 +179,7 @@ TEST_CASE("Report: what was done after the state, and is done again, is there on
   CHECK(curves_of(trainer.policy<ga::Report>().curves()) == straight);
 }
 
-TEST_CASE("Report: a state without one is welcome, and begins a curve there") {
+TEST_CASE("Report: a state without a report is accepted, and curves begin there") {
   const Directory directory;
   const auto train = [&](std::optional<ga::Report> report, std::int64_t updates) {
     auto model = make_model();
@@ -195,7 +195,7 @@ TEST_CASE("Report: a state without one is welcome, and begins a curve there") {
   CHECK(points_of(*curves.find("train/loss")) == 5);
 }
 
-TEST_CASE("Report: how a fit ended") {
+TEST_CASE("Report: shows how a fit ended") {
   const Directory directory;
   const auto path = directory / "run.html";
   auto model = make_model();
@@ -221,7 +221,7 @@ TEST_CASE("Report: how a fit ended") {
   CHECK(state() == "stopped: after 12 samples");
 }
 
-TEST_CASE("Report: while it runs, the page says how far it is") {
+TEST_CASE("Report: while the fit runs, the page shows its progress") {
   const Directory directory;
   const auto path = directory / "run.html";
   auto model = make_model();
@@ -252,7 +252,7 @@ TEST_CASE("Report: a smoke test writes nothing") {
   CHECK(trainer.policy<ga::Report>().curves().empty());
 }
 
-TEST_CASE("Report: NaN is a gap, and a skipped window no point") {
+TEST_CASE("Report: NaN is a gap, and a skipped window has no point") {
   const Directory directory;
   auto model = make_model();
   torch::optim::SGD sgd(model->parameters(), 0.0);
@@ -277,7 +277,7 @@ TEST_CASE("Report: NaN is a gap, and a skipped window no point") {
   CHECK(gaps == gaps_of(loss));
 }
 
-TEST_CASE("Report: a page that can no longer be written is no reason to end a training") {
+TEST_CASE("Report: a page that can no longer be written does not end the training") {
   const Directory directory;
   std::filesystem::create_directories(directory / "pages");
   auto model = make_model();
@@ -289,11 +289,11 @@ TEST_CASE("Report: a page that can no longer be written is no reason to end a tr
   ga::Trainer trainer(model, sgd, objective, remove, report_at(directory / "pages/run.html"));
   const Warnings warnings;
   CHECK(trainer.fit(batches).updates == 10);
-  CHECK(Page(text_of(directory / "pages/run.html")).state() == "finished");  // whose folder is made again
+  CHECK(Page(text_of(directory / "pages/run.html")).state() == "finished");  // its folder is made again
   CHECK(warnings.texts().empty());
 }
 
-TEST_CASE("Report: a full disk ends no training, but is said: once while it trains, or at its end") {
+TEST_CASE("Report: a full disk does not end the training, but prints a warning, once while it trains or at its end") {
   if (!std::filesystem::exists("/dev/full")) SKIP("no /dev/full");
   const Directory directory;
   auto model = make_model();
@@ -319,7 +319,7 @@ TEST_CASE("Report: a full disk ends no training, but is said: once while it trai
   CHECK(warnings_of(std::chrono::hours(1)) == 1);
 }
 
-TEST_CASE("Report: what it cannot do, it says when the trainer is built") {
+TEST_CASE("Report: invalid options are refused when the trainer is built") {
   const Directory directory;
   auto model = make_model();
   torch::optim::SGD sgd(model->parameters(), 0.05);
@@ -333,10 +333,10 @@ TEST_CASE("Report: what it cannot do, it says when the trainer is built") {
     REQUIRE_ERROR("full.html: must be written, got No space left on device", build({.path = directory / "full.html"}));
   write_text(directory / "run.html", "of another run");
   build({.path = directory / "run.html"});
-  CHECK(text_of(directory / "run.html") == "of another run");  // until there is something to show
+  CHECK(text_of(directory / "run.html") == "of another run");  // until there is a point
 }
 
-TEST_CASE("Report: of several processes the first writes, and states go on") {
+TEST_CASE("Report: of several ranks the first writes, and states resume") {
   const Directory directory;
   const auto train = [&](std::int64_t updates) {
     tests::as_ranks(2, [&](ga::ProcessGroup& group) {
@@ -360,7 +360,7 @@ TEST_CASE("Report: of several processes the first writes, and states go on") {
   CHECK(page.number("samples") == 40);
 }
 
-TEST_CASE("Report: a fit that another follows goes on with its curves") {
+TEST_CASE("Report: a later fit continues the curves") {
   const Directory directory;
   auto model = make_model();
   torch::optim::SGD sgd(model->parameters(), 0.05);
@@ -371,5 +371,5 @@ TEST_CASE("Report: a fit that another follows goes on with its curves") {
   const auto& loss = *trainer.policy<ga::Report>().curves().find("train/loss");
   CHECK(points_of(loss) == 20);
   CHECK(loss.last().update == 20);
-  CHECK(Page(text_of(directory / "run.html")).number("updates") == 10);  // of that fit, as its report says
+  CHECK(Page(text_of(directory / "run.html")).number("updates") == 10);  // the last fit's, as in its report
 }

@@ -21,7 +21,7 @@ namespace {
 
 constexpr double not_a_number = std::numeric_limits<double>::quiet_NaN(), inf = std::numeric_limits<double>::infinity();
 
-/// All of curves, as bytes: equal only where all numbers have the same bits.
+/// Returns curves as bytes, which are equal only if all numbers have the same bits.
 std::string bits_of(ga::Curves curves) {
   ga::Archive archive;
   curves.state(archive);
@@ -33,7 +33,7 @@ std::string bits_of(ga::Curves curves) {
   return bits;
 }
 
-/// Gone to a state and back.
+/// Saves curves to a state and loads them.
 ga::Curves reloaded(ga::Curves curves) {
   ga::Archive saved;
   saved("curves", curves);
@@ -84,7 +84,7 @@ ga::RunPageOptions at_once(const std::filesystem::path& path) {
 
 }  // namespace
 
-TEST_CASE("Curve: a million points are few pieces, which keep the extremes") {
+TEST_CASE("Curve: a million points become few pieces, which keep the extremes") {
   const auto numbers = noise(1'000'000, 1);
   ga::Curve curve;
   for (std::size_t i = 0; i < numbers.size(); ++i) curve.add(static_cast<std::int64_t>(i) + 1, numbers[i]);
@@ -122,7 +122,7 @@ TEST_CASE("Curve: few points are kept as they are") {
   CHECK(curve.level() > 0);
 }
 
-TEST_CASE("Curve: what was done once more is there once") {
+TEST_CASE("Curve: repeated points occur once") {
   ga::Curves straight, again;
   const auto numbers = noise(2000, 2);
   const auto add = [&](ga::Curves& curves, std::size_t from, std::size_t to, double more = 0) {
@@ -136,13 +136,13 @@ TEST_CASE("Curve: what was done once more is there once") {
   CHECK(bits_of(straight) == bits_of(again));
   add(straight, 200, 2000);
   add(again, 200, 1700);
-  add(again, 1600, 2000);  // of pieces of 8 or 16, a part of one is lost
+  add(again, 1600, 2000);  // a part of a piece of 8 or 16 points is lost
   CHECK(points_of(*again.find("train/loss")) <= 2000);
   CHECK(points_of(*again.find("train/loss")) >= 2000 - 16);
   CHECK(again.find("train/loss")->last().value == straight.find("train/loss")->last().value);
 }
 
-TEST_CASE("Curve: NaN and infinities are counted, and are no extremes") {
+TEST_CASE("Curve: NaN and infinities are counted, and do not count as extremes") {
   ga::Curve curve;
   for (const double number : {not_a_number, inf, 2.0, -inf, 1.0, 3.0, not_a_number}) curve.add(5, number);
   REQUIRE(curve.pieces().size() == 1);
@@ -159,7 +159,7 @@ TEST_CASE("Curve: NaN and infinities are counted, and are no extremes") {
   CHECK_FALSE(none.lowest());
 }
 
-TEST_CASE("Curve: numbers that are as large as numbers are, and updates, too") {
+TEST_CASE("Curve: the largest numbers and updates") {
   constexpr double most = std::numeric_limits<double>::max();
   ga::Curve curve;
   for (int i = 0; i < 1000; ++i) curve.add(i, i % 2 == 0 ? most : -most);
@@ -173,7 +173,7 @@ TEST_CASE("Curve: numbers that are as large as numbers are, and updates, too") {
   CHECK(far.pieces().size() <= 256);
 }
 
-TEST_CASE("Curves: what is kept does not depend on how often it was saved and loaded") {
+TEST_CASE("Curves: the kept points do not depend on the number of saves and loads") {
   for (unsigned seed = 1; seed <= 5; ++seed) {
     std::mt19937 random(seed);
     ga::Curves straight, stopped;
@@ -193,7 +193,7 @@ TEST_CASE("Curves: what is kept does not depend on how often it was saved and lo
   }
 }
 
-TEST_CASE("Curves: names are whatever they are, also in a state on the disk") {
+TEST_CASE("Curves: any names survive a state on the disk") {
   const Directory directory;
   ga::Curves curves;
   for (std::size_t i = 0; i < hostile_names.size(); ++i) curves.add(hostile_names[i], 1, static_cast<double>(i));
@@ -208,7 +208,7 @@ TEST_CASE("Curves: names are whatever they are, also in a state on the disk") {
   CHECK(loaded.all()[0].name == hostile_names[0]);
 }
 
-TEST_CASE("Curves: none are a state, too") {
+TEST_CASE("Curves: no curves have a state, too") {
   const Directory directory;
   ga::Curves curves, loaded;
   ga::Archive saved;
@@ -221,7 +221,7 @@ TEST_CASE("Curves: none are a state, too") {
   CHECK(loaded.empty());
 }
 
-TEST_CASE("Curves: a state that is none is an error, and changes nothing") {
+TEST_CASE("Curves: an invalid state is an error, and changes nothing") {
   ga::Curves curves;
   for (int i = 0; i < 3; ++i) curves.add("train/loss", i, 0.5 * i);
   ga::Archive saved;
@@ -256,11 +256,11 @@ TEST_CASE("Curves: a state that is none is an error, and changes nothing") {
   CHECK(contains(with(2, std::numeric_limits<std::int64_t>::max()), "must not be truncated"));
   CHECK(contains(with(3, 7), "is invalid"));   // begins after its end
   CHECK(contains(with(5, -2), "is invalid"));  // a count
-  CHECK(contains(with(9, 0), "is invalid"));   // begins before the one before it
+  CHECK(contains(with(9, 0), "is invalid"));   // begins before its predecessor
   auto not_finite = real.clone();
   not_finite[1] = not_a_number;
   CHECK(contains(load("real", not_finite), "is invalid"));
-  const auto with_real = [&](std::int64_t place, double number) {  // the second piece has 0.5 thrice, from place 4 on
+  const auto with_real = [&](std::int64_t place, double number) {  // the second piece has 0.5 three times, from index 4
     auto changed = real.clone();
     changed[place] = number;
     return load("real", changed);
@@ -272,7 +272,7 @@ TEST_CASE("Curves: a state that is none is an error, and changes nothing") {
   CHECK(contains(with_real(6, not_a_number), what + "0.5, nan and 0.5"));
 }
 
-TEST_CASE("RunPage: whole while it runs, and reads itself anew until it is over") {
+TEST_CASE("RunPage: complete while it runs, and reloads itself until it has ended") {
   const Directory directory;
   const auto path = directory / "run.html";
   ga::RunPage page(at_once(path));
@@ -301,12 +301,12 @@ TEST_CASE("RunPage: whole while it runs, and reads itself anew until it is over"
   CHECK(over["fraction"] == 1);
   page.end(ga::RunEnd::stopped, "loss <was> best");
   CHECK(Page(text_of(path)).state() == "stopped: loss <was> best");
-  page.update({.fraction = 0.6});  // it goes on
+  page.update({.fraction = 0.6});  // it continues
   CHECK(Page(text_of(path)).state() == "running");
   CHECK_FALSE(std::filesystem::exists(directory / "run.html.part"));
 }
 
-TEST_CASE("RunPage: what has a name that is there is replaced, in its place") {
+TEST_CASE("RunPage: an entry with an existing name is replaced in its position") {
   const Directory directory;
   const auto path = directory / "run.html";
   ga::RunPage page(at_once(path));
@@ -325,7 +325,7 @@ TEST_CASE("RunPage: what has a name that is there is replaced, in its place") {
   CHECK(written["numbers"] == nlohmann::json::parse(R"([["count", 7, "second"], ["share", 0.30000000000000004, ""]])"));
 }
 
-TEST_CASE("RunPage: names that are cut alike are not replaced by each other") {
+TEST_CASE("RunPage: names with equal shortened forms do not replace each other") {
   const Directory directory;
   const auto path = directory / "run.html";
   ga::RunPage page(at_once(path));
@@ -350,7 +350,7 @@ TEST_CASE("RunPage: names that are cut alike are not replaced by each other") {
                                              shown(name, 7, "second"), shown(name, 0.5, "second")});
 }
 
-TEST_CASE("RunPage: one that is never ended was interrupted, and one that was never written is not there") {
+TEST_CASE("RunPage: a page that is never ended becomes interrupted, and one without an update is not written") {
   const Directory directory;
   {
     ga::RunPage page(at_once(directory / "written.html")), other(at_once(directory / "other.html"));
@@ -360,7 +360,7 @@ TEST_CASE("RunPage: one that is never ended was interrupted, and one that was ne
   CHECK_FALSE(std::filesystem::exists(directory / "other.html"));
 }
 
-TEST_CASE("RunPage: is written now and then") {
+TEST_CASE("RunPage: is written at intervals") {
   const Directory directory;
   const auto path = directory / "run.html";
   ga::RunPage page({.path = path, .every = std::chrono::hours(1)});
@@ -376,7 +376,7 @@ TEST_CASE("RunPage: is written now and then") {
   CHECK(Page(text_of(path)).last("loss") == 0.5);
 }
 
-TEST_CASE("RunPage: of one's own several runs, on the same axes") {
+TEST_CASE("RunPage: several runs on the same axes") {
   const Directory directory;
   const auto path = directory / "runs.html";
   ga::RunPage page(at_once(path));
@@ -386,17 +386,17 @@ TEST_CASE("RunPage: of one's own several runs, on the same axes") {
   auto& running = page.add_run("16 x 4");
   page.update();
   for (int i = 1; i <= 20; ++i) running.add("train/loss", i, 3.0 / i);
-  page.add_run("one more");  // does not move the others
+  page.add_run("one more");  // does not affect the others
   running.add("train/loss", 21, 0.25);
   page.update();
   const Page written(text_of(path));
   CHECK(written.last("train/loss", "16 x 4") == 0.25);
   CHECK(written.highest("train/loss", "64 x 1") == 2);
   REQUIRE(written["runs"].size() == 4);
-  CHECK(written["runs"][0] == nlohmann::json::parse(R"({"name": "", "curves": []})"));  // the page's own
+  CHECK(written["runs"][0] == nlohmann::json::parse(R"({"name": "", "curves": []})"));  // the page's default run
 }
 
-TEST_CASE("RunPage: whatever it is given, nothing in it is anything but text") {
+TEST_CASE("RunPage: any given names and values appear only as text") {
   const Directory directory;
   const auto path = directory / "run.html";
   auto page_with = [&](const std::vector<std::string>& texts) {
@@ -414,7 +414,7 @@ TEST_CASE("RunPage: whatever it is given, nothing in it is anything but text") {
   for (auto& name : hostile_names) {
     const auto text = page_with({name});
     REQUIRE(text.size() < 200'000);
-    const Page page(text);  // or it throws: nothing but the JSON depends on a name
+    const Page page(text);  // throws if anything but the JSON depends on a name
     auto shown = nlohmann::json::parse(
                      nlohmann::json(name.substr(0, 200)).dump(-1, ' ', true, nlohmann::json::error_handler_t::replace))
                      .get<std::string>();
@@ -431,7 +431,7 @@ TEST_CASE("RunPage: whatever it is given, nothing in it is anything but text") {
   CHECK_FALSE(contains(all, "innerHTML"));
 }
 
-TEST_CASE("Page: one whose names break out, as they would if they were written as they are, is none") {
+TEST_CASE("Page: a page with unescaped names is detected as invalid") {
   using namespace ga::detail;
   const auto page_of = [](const std::string& json) {
     return std::string(page_before_json) + json + std::string(page_after_json);
@@ -443,7 +443,7 @@ TEST_CASE("Page: one whose names break out, as they would if they were written a
   CHECK(contains(error_of([&] { Page("<b>" + page_of("{}")); }), "not the library's text"));
 }
 
-TEST_CASE("RunPage: numbers that are none are gaps, and all others have their bits") {
+TEST_CASE("RunPage: non-finite numbers are gaps, and all others keep their bits") {
   const Directory directory;
   const auto path = directory / "run.html";
   ga::RunPage page(at_once(path));
@@ -464,7 +464,7 @@ TEST_CASE("RunPage: numbers that are none are gaps, and all others have their bi
   CHECK(written.curve("loss", "-inf")[1] == "−∞");
 }
 
-TEST_CASE("RunPage: what cannot be written is said, with its name") {
+TEST_CASE("RunPage: an unwritable page is an error with its name") {
   const Directory directory;
   write_text(directory / "file", "text");
   const auto none = directory / "file/run.html";
@@ -485,7 +485,7 @@ TEST_CASE("RunPage: what cannot be written is said, with its name") {
   CHECK(Page(text_of(path)).state() == "running");
 }
 
-TEST_CASE("RunPage: a full disk leaves the page as it was, and nothing beside it") {
+TEST_CASE("RunPage: a full disk leaves the page unchanged, and no other files") {
   if (!std::filesystem::exists("/dev/full")) SKIP("no /dev/full");
   const Directory directory;
   const auto path = directory / "run.html";
@@ -502,7 +502,7 @@ TEST_CASE("RunPage: a full disk leaves the page as it was, and nothing beside it
   CHECK_FALSE(std::filesystem::exists(directory / "other.html"));
 }
 
-TEST_CASE("RunPage: one that nobody ends, and that cannot be written any more, warns") {
+TEST_CASE("RunPage: a page that is not ended, and cannot be written any more, warns") {
   const Directory directory;
   const Warnings warnings;
   {
@@ -515,7 +515,7 @@ TEST_CASE("RunPage: one that nobody ends, and that cannot be written any more, w
   CHECK(contains(warnings.texts()[0], "RunPage: the page was not written: " + (directory / "is").string()));
 }
 
-TEST_CASE("RunPage: goes on from a state with one curve, and its time") {
+TEST_CASE("RunPage: resumes from a state with one curve, and its time") {
   const Directory directory;
   ga::RunPage first(at_once(directory / "a.html")), second(at_once(directory / "b.html")),
       straight(at_once(directory / "c.html"));
@@ -525,8 +525,8 @@ TEST_CASE("RunPage: goes on from a state with one curve, and its time") {
   add(first, 0, 700);
   ga::Archive saved;
   saved("page", first);
-  add(first, 700, 900);  // is lost
-  add(second, 0, 50);    // too
+  add(first, 700, 900);  // lost after the state
+  add(second, 0, 50);    // lost, too
   ga::Archive loading(saved.values());
   loading("page", second);
   add(second, 700, 2000);

@@ -25,7 +25,7 @@ namespace {
 
 struct Killed {};
 
-/// Ends the program, as far as a training can tell, behind this update, which may have been saved or not.
+/// Ends the training after this update like a kill; the update may have been saved or not.
 struct KillAfter {
   std::int64_t at = -1;
   const ga::TrainerBase* trainer = nullptr;
@@ -39,7 +39,7 @@ struct KillAfter {
 using Points = std::vector<std::pair<std::int64_t, float>>;
 using AllPoints = std::map<std::string, Points>;
 
-/// Those that are the same whenever and wherever a program runs.
+/// Returns whether a curve is the same in every run of the program.
 bool is_of_the_training(const std::string& name) {
   return name == "train/loss" || name == "train/grad_norm" || name == "train/lr" || name.starts_with("validation/");
 }
@@ -55,7 +55,7 @@ AllPoints of_page(const ga::Curves& curves) {
   AllPoints points;
   for (auto& [name, curve] : curves.all()) {
     if (!is_of_the_training(name)) continue;
-    REQUIRE(curve.level() == 0);  // a point each
+    REQUIRE(curve.level() == 0);  // one point per piece
     for (auto& piece : curve.pieces()) points[name].emplace_back(piece.first, static_cast<float>(piece.mean));
   }
   return points;
@@ -63,11 +63,11 @@ AllPoints of_page(const ga::Curves& curves) {
 
 struct Outcome {
   AllPoints page, tensorboard;
-  std::int64_t lines = 0;  // of the log
+  std::int64_t lines = 0;  // lines of the log
   ga::FitReport report;
 };
 
-/// Three windows an epoch.
+/// Trains with three windows per epoch.
 Outcome train(const std::filesystem::path& folder, std::int64_t kill_at, bool resume, std::int64_t save_every = 2) {
   torch::manual_seed(5);
   const auto x = torch::randn({22, 4}, at::kDouble), y = torch::randn({22, 3}, at::kDouble);
@@ -118,20 +118,20 @@ TEST_CASE("What people look at: the page and TensorBoard show the same curves") 
   for (auto& [update, loss] : run.page.at("validation/loss")) CHECK(validated.at(update) == loss);
 }
 
-TEST_CASE("What people look at: a validation that is made again, since the state was saved before it, is there once") {
+TEST_CASE("What people look at: a validation that is repeated because the state is older than it occurs once") {
   const Directory directory;
   for (const auto* name : {"whole", "killed"}) std::filesystem::create_directory(directory / name);
   const auto whole = train(directory / "whole", -1, false, 1);
   train(directory / "killed", 4, false, 1);
-  std::filesystem::remove_all(directory / "killed/states/step-000004");  // as killed while it was saved
+  std::filesystem::remove_all(directory / "killed/states/step-000004");  // as if killed during the save
   std::filesystem::remove_all(directory / "killed/states/step-000003.1");
-  const auto resumed = train(directory / "killed", -1, true, 1);  // update 3 ends an epoch, which was validated
+  const auto resumed = train(directory / "killed", -1, true, 1);  // update 3 ended an epoch, which was validated
   CHECK(resumed.page == whole.page);
   CHECK(resumed.tensorboard == whole.tensorboard);
   CHECK(resumed.lines == whole.lines);
 }
 
-TEST_CASE("What people look at: stopped early, killed and resumed, there is one curve without doubles") {
+TEST_CASE("What people look at: stopped early, killed and resumed, a training has one curve without duplicates") {
   const Directory directory;
   for (const auto* name : {"whole", "1", "2", "3"}) std::filesystem::create_directory(directory / name);
   const auto whole = train(directory / "whole", -1, false);
@@ -145,7 +145,7 @@ TEST_CASE("What people look at: stopped early, killed and resumed, there is one 
     CHECK(resumed.tensorboard == whole.tensorboard);
     CHECK(resumed.lines == whole.lines);
     CHECK(resumed.report.stopped == whole.report.stopped);
-    const auto again = train(folder, -1, true);  // it is over
+    const auto again = train(folder, -1, true);  // already finished
     CHECK(again.page == whole.page);
     CHECK(again.tensorboard == whole.tensorboard);
     CHECK(again.lines == whole.lines);

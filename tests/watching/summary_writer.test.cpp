@@ -28,7 +28,7 @@ namespace {
 
 constexpr double not_a_number = std::numeric_limits<double>::quiet_NaN();
 constexpr double infinity = std::numeric_limits<double>::infinity();
-constexpr auto late = std::chrono::hours(1);  // so that only flush() writes
+constexpr auto late = std::chrono::hours(1);  // only flush() writes
 
 double now() { return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count(); }
 
@@ -38,7 +38,7 @@ std::vector<Event> summaries_in(const std::filesystem::path& path) {
   return events;
 }
 
-/// What is written of a tensor.
+/// Writes a histogram of a tensor, and reads it.
 std::optional<Histogram> histogram_of(const at::Tensor& tensor) {
   const Directory directory;
   ga::SummaryWriter writer({.directory = directory / "run"});
@@ -48,13 +48,13 @@ std::optional<Histogram> histogram_of(const at::Tensor& tensor) {
   return events.empty() ? std::nullopt : events.at(0).histogram;
 }
 
-/// The same by the definition: the limits are known, and each number is looked for among all of them.
+/// Computes the histogram by definition: searches for each number among all limits.
 Histogram counted(const std::vector<double>& numbers) {
   std::vector<double> limits;
   for (double limit = 1e-12; limit < 1e20; limit *= 1.1) limits.insert(limits.begin(), -limit);
   limits.push_back(0);
   for (double limit = 1e-12; limit < 1e20; limit *= 1.1) limits.push_back(limit);
-  limits.push_back(*std::max_element(numbers.begin(), numbers.end()));  // of what is above all
+  limits.push_back(*std::max_element(numbers.begin(), numbers.end()));  // the bucket above all limits
   std::vector<double> counts(limits.size());
   Histogram histogram{numbers[0], numbers[0], 0, 0, 0, {}, {}};
   for (const double number : numbers) {
@@ -101,7 +101,7 @@ TEST_CASE("crc32c: known values, and the definition") {
   CHECK(inner::crc32c("123456789", 9) == 0xe3069283);
   CHECK(inner::crc32c("", 0) == 0);
   CHECK(inner::crc32c(nullptr, 0) == 0);
-  CHECK(inner::crc32c(std::string(32, '\0').data(), 32) == 0x8a9136aa);  // these two are RFC 3720's
+  CHECK(inner::crc32c(std::string(32, '\0').data(), 32) == 0x8a9136aa);  // these two are in RFC 3720
   CHECK(inner::crc32c(std::string(32, '\xff').data(), 32) == 0x62a8ab43);
   std::string text;
   for (int i = 0; i < 600; ++i) {
@@ -121,10 +121,10 @@ TEST_CASE("SummaryWriter: the bytes of a record") {
       "\x15\x00\x00\x80\x3e",  // simple_value
       9 + 3 + 4 + 5 + 5);
   CHECK(event == expected);
-  CHECK(inner::scalar_event(1.5, 0, "a/b", 0) !=  // a step of 0 is left out, a value is not
+  CHECK(inner::scalar_event(1.5, 0, "a/b", 0) !=  // a step of 0 is omitted, a value of 0 is not
         inner::scalar_event(1.5, 1, "a/b", 0));
   CHECK(event_of(inner::scalar_event(1.5, 0, "a", 0)).number == 0.0F);
-  const auto beginning = [](double time, std::int64_t step) {  // of a record, up to its summary
+  const auto beginning = [](double time, std::int64_t step) {  // returns a record up to its summary
     const auto text = inner::scalar_event(time, step, "a/b", 0.25F);
     return text.substr(0, text.size() - 14);
   };
@@ -133,10 +133,10 @@ TEST_CASE("SummaryWriter: the bytes of a record") {
   CHECK(beginning(-0.0, 0) == std::string("\x09\0\0\0\0\0\0\0\x80", 9));
 }
 
-TEST_CASE("SummaryWriter: what is written can be read") {
+TEST_CASE("SummaryWriter: written values can be read") {
   const Directory directory;
   const double before = now();
-  ga::SummaryWriter writer({.directory = directory / "runs/a"});  // neither of which is there
+  ga::SummaryWriter writer({.directory = directory / "runs/a"});  // neither folder exists
   writer.add_scalar("train/loss", 0.1, 7);
   writer.add_text("settings", "learning rate **0.1**\n\n| a | b |", 0);
   writer.add_histogram("weights", torch::tensor({1.0, 2.0, 2.0}), 3);
@@ -160,7 +160,7 @@ TEST_CASE("SummaryWriter: what is written can be read") {
   CHECK(last <= now());
 }
 
-TEST_CASE("SummaryWriter: numbers and steps as they come") {
+TEST_CASE("SummaryWriter: special numbers and steps") {
   const Directory directory;
   ga::SummaryWriter writer({.directory = directory / "run"});
   const std::vector<double> numbers{0, -0.0, not_a_number, infinity, -infinity, 1e300, -1e-300, 16777217, 1e-45};
@@ -180,7 +180,7 @@ TEST_CASE("SummaryWriter: numbers and steps as they come") {
   }
 }
 
-TEST_CASE("SummaryWriter: a histogram is the count of each number, of any dtype, shape and layout") {
+TEST_CASE("SummaryWriter: a histogram counts each number of tensors of any dtype, shape and layout") {
   torch::manual_seed(1);
   const auto normal = torch::randn({7, 11, 3}, at::kDouble);
   for (const auto dtype : {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16}) check_histogram(normal.to(dtype));
@@ -192,13 +192,13 @@ TEST_CASE("SummaryWriter: a histogram is the count of each number, of any dtype,
   check_histogram(torch::zeros({5}));
   check_histogram(torch::zeros({1}));
   check_histogram(torch::ones({2}).expand({2, 2}));
-  check_histogram(torch::randn({600'001}));  // more than a piece
+  check_histogram(torch::randn({600'001}));  // more than one piece
   check_histogram(torch::tensor({-1e19, -1.0, -1e-30, 0.0, 1e-30, 1e-12, 1.1e-12, 1.0, 1e19}, at::kDouble));
   check_histogram(torch::tensor({-1e300, 2e20, 1e300}, at::kDouble));  // beyond all limits
   check_histogram(torch::tensor({-1e300}, at::kDouble));
   check_histogram(torch::tensor({1e300}, at::kDouble));
   check_histogram(torch::randn({4}).set_requires_grad(true));
-  CHECK(histogram_of(normal)->counts != histogram_of(2 * normal)->counts);  // it can differ
+  CHECK(histogram_of(normal)->counts != histogram_of(2 * normal)->counts);  // negative control
 
   const auto complex = torch::randn({6}, at::kComplexDouble);
   check_same(histogram_of(complex), counted(numbers_of(torch::view_as_real(complex))));
@@ -216,7 +216,7 @@ TEST_CASE("SummaryWriter: every limit is the beginning of its bucket") {
   check_same(histogram_of(torch::tensor(numbers, at::kDouble)), counted(numbers));
 }
 
-TEST_CASE("SummaryWriter: a factor is as if the numbers were multiplied, and leaves them") {
+TEST_CASE("SummaryWriter: a factor acts as if the numbers were multiplied, and does not change them") {
   const auto tensor = torch::randn({100}, at::kDouble), before = tensor.clone();
   const auto found = inner::histogram_of(tensor, 0.125), expected = inner::histogram_of(tensor / 8);
   CHECK(found.numbers_below == expected.numbers_below);
@@ -225,7 +225,7 @@ TEST_CASE("SummaryWriter: a factor is as if the numbers were multiplied, and lea
   CHECK(tensor.equal(before));
 }
 
-TEST_CASE("SummaryWriter: what a histogram has no place for") {
+TEST_CASE("SummaryWriter: numbers that a histogram leaves out") {
   const Directory directory;
   ga::SummaryWriter writer({.directory = directory / "run"});
   writer.add_histogram("some", torch::tensor({1.0, not_a_number, 2.0, infinity, -infinity}), 5);
@@ -244,24 +244,24 @@ TEST_CASE("SummaryWriter: what a histogram has no place for") {
   CHECK(events[2].number == 3.0F);
 }
 
-TEST_CASE("SummaryWriter: of a tensor on a device", "[cuda]") {
+TEST_CASE("SummaryWriter: a histogram of a tensor on a device", "[cuda]") {
   if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
   const auto tensor = torch::randn({3, 50});
   check_same(histogram_of(tensor.to(at::kCUDA)), counted(numbers_of(tensor)));
   check_same(histogram_of(tensor.to(at::kCUDA).t()), counted(numbers_of(tensor)));
 }
 
-TEST_CASE("SummaryWriter: tags of any characters, and what is no UTF-8 escaped") {
+TEST_CASE("SummaryWriter: tags of any characters, with invalid UTF-8 escaped") {
   for (const std::string text : {"größe", "a b", "損失/訓練", "\xf0\x9f\x98\x80", "\x01\n\"<script>", "\xed\x9f\xbf",
                                  "\xee\x80\x80", "\xf4\x8f\xbf\xbf", ""})
     CHECK(inner::as_utf8(text) == text);
   CHECK(inner::as_utf8(std::string_view("a\0b", 3)) == std::string_view("a\0b", 3));
   CHECK(inner::as_utf8("a\xff\x80z") == "a\\xff\\x80z");
-  CHECK(inner::as_utf8("\xc0\x80") == "\\xc0\\x80");  // longer than need be
+  CHECK(inner::as_utf8("\xc0\x80") == "\\xc0\\x80");  // an overlong form
   CHECK(inner::as_utf8("\xe0\x9f\xbf") == "\\xe0\\x9f\\xbf");
   CHECK(inner::as_utf8("\xf0\x8f\xbf\xbf") == "\\xf0\\x8f\\xbf\\xbf");
-  CHECK(inner::as_utf8("\xed\xa0\x80") == "\\xed\\xa0\\x80");           // half of a pair
-  CHECK(inner::as_utf8("\xf4\x90\x80\x80") == "\\xf4\\x90\\x80\\x80");  // beyond the last
+  CHECK(inner::as_utf8("\xed\xa0\x80") == "\\xed\\xa0\\x80");           // a single surrogate
+  CHECK(inner::as_utf8("\xf4\x90\x80\x80") == "\\xf4\\x90\\x80\\x80");  // beyond the last code point
   CHECK(inner::as_utf8("\xf5\x80\x80\x80") == "\\xf5\\x80\\x80\\x80");
   CHECK(inner::as_utf8("\xe2\x82") == "\\xe2\\x82");  // cut off
   CHECK(inner::as_utf8("\xe2\x82\xac\xe2") == "\xe2\x82\xac\\xe2");
@@ -283,7 +283,7 @@ TEST_CASE("SummaryWriter: tags of any characters, and what is no UTF-8 escaped")
   CHECK(events[2].tag.size() == 70'000);
 }
 
-TEST_CASE("SummaryWriter: a file that ends at any byte, or has a wrong one, is read up to there") {
+TEST_CASE("SummaryWriter: a file that is cut or damaged at any byte is read up to there") {
   const Directory directory;
   ga::SummaryWriter writer({.directory = directory / "run", .purge_step = 3});
   writer.add_scalar("a", 1, 3);
@@ -308,10 +308,10 @@ TEST_CASE("SummaryWriter: a file that ends at any byte, or has a wrong one, is r
   CHECK(wrong == 0);
 }
 
-TEST_CASE("SummaryWriter: waits for the others, until it is time") {
+TEST_CASE("SummaryWriter: buffers records until the interval is over") {
   const Directory directory;
   ga::SummaryWriter writer({.directory = directory / "a", .flush_every = late});
-  CHECK(events_of(text_of(writer.path())).size() == 1);  // the version is there at once
+  CHECK(events_of(text_of(writer.path())).size() == 1);  // the version is written immediately
   for (int step = 0; step < 100; ++step) writer.add_scalar("x", step, step);
   CHECK(events_of(text_of(writer.path())).size() == 1);
   writer.flush();
@@ -319,7 +319,7 @@ TEST_CASE("SummaryWriter: waits for the others, until it is time") {
   writer.flush();
   CHECK(events_of(text_of(writer.path())).size() == 101);
   for (int step = 0; step < 40'000; ++step) writer.add_scalar("x", step, step);
-  CHECK(std::filesystem::file_size(writer.path()) > (1 << 20));  // a MiB does not wait
+  CHECK(std::filesystem::file_size(writer.path()) > (1 << 20));  // a MiB is written immediately
   CHECK(records_of(text_of(writer.path())).all);
 
   ga::SummaryWriter at_once({.directory = directory / "b", .flush_every = 0s});
@@ -337,7 +337,7 @@ TEST_CASE("SummaryWriter: waits for the others, until it is time") {
 }
 
 TEST_CASE("SummaryWriter: records go to the operating system together") {
-  const auto calls = [] {  // of write(), by this process
+  const auto calls = [] {  // this process's calls of write()
     for (auto& line : split(text_of("/proc/self/io"), '\n'))
       if (line.starts_with("syscw: ")) return std::atoll(line.c_str() + 7);
     return -1LL;
@@ -373,7 +373,7 @@ TEST_CASE(
         REQUIRE_ERROR(writer.path().string() + ": must be written to, got File too large", writer.flush());
         const auto records = records_of(text_of(writer.path()));
         CHECK(records.all);
-        CHECK(records.whole.size() == 1 + (limit - begin) / ((end - begin) / 3));  // those that there is room for
+        CHECK(records.whole.size() == 1 + (limit - begin) / ((end - begin) / 3));  // the records that fit
       }
     }
     writer.add_scalar("loss", 4, 4);
@@ -385,7 +385,7 @@ TEST_CASE(
   }
 }
 
-TEST_CASE("SummaryWriter: a full disk is an error of any call") {
+TEST_CASE("SummaryWriter: a full disk is an error of every call") {
   const Directory directory;
   ga::SummaryWriter writer({.directory = directory / "run", .flush_every = 0s});
   const FileSizeLimit full(text_of(writer.path()).size() + 5);
@@ -397,7 +397,7 @@ TEST_CASE("SummaryWriter: a full disk is an error of any call") {
   REQUIRE_ERROR("File too large", ga::SummaryWriter({.directory = directory / "other"}));
 }
 
-TEST_CASE("SummaryWriter: one that cannot write its last numbers warns") {
+TEST_CASE("SummaryWriter: a writer that cannot write its last numbers warns") {
   const Directory directory;
   const Warnings warnings;
   auto writer = std::make_unique<ga::SummaryWriter>(ga::SummaryWriterOptions{.directory = directory / "run"});
@@ -411,7 +411,7 @@ TEST_CASE("SummaryWriter: one that cannot write its last numbers warns") {
   CHECK(contains(warnings.texts()[0], "SummaryWriter: the last numbers were not written: " + path.string()));
 }
 
-TEST_CASE("SummaryWriter: a training that goes on hides what was written of later steps") {
+TEST_CASE("SummaryWriter: a resumed training hides later steps that were written before") {
   const Directory directory;
   const auto write = [&](std::optional<std::int64_t> purge_step, int from, int to, double number) {
     ga::SummaryWriter writer({.directory = directory / "run", .purge_step = purge_step});
@@ -431,13 +431,13 @@ TEST_CASE("SummaryWriter: a training that goes on hides what was written of late
   CHECK_FALSE(events_of(text_of(files[0]))[1].starts);
   CHECK(curves_in(directory / "run")["loss"] ==
         Curve{{1, 0.5F}, {2, 0.5F}, {3, 0.5F}, {4, 0.25F}, {5, 0.25F}, {6, 0.25F}, {7, 0.25F}, {8, 0.25F}});
-  write({}, 8, 8, 1);  // without it there are doubles
+  write({}, 8, 8, 1);  // without it there are duplicates
   CHECK(curves_in(directory / "run")["loss"].size() == 9);
   write(0, 0, 0, 2);
   CHECK(curves_in(directory / "run")["loss"] == Curve{{0, 2.0F}});
 }
 
-TEST_CASE("SummaryWriter: files are read in the order in which they were begun") {
+TEST_CASE("SummaryWriter: files are read in the order of their beginning") {
   const Directory directory;
   std::vector<std::filesystem::path> begun;
   const auto begin = [&] { begun.push_back(ga::SummaryWriter({.directory = directory / "run"}).path()); };
@@ -448,7 +448,7 @@ TEST_CASE("SummaryWriter: files are read in the order in which they were begun")
   CHECK(split(name, '.').at(3).size() == 10);
   CHECK(contains(name, "." + std::to_string(getpid()) + "."));
 
-  const auto ahead = directory / "run" / "events.out.tfevents.4000000000.machine.99999.9";  // a clock that was set back
+  const auto ahead = directory / "run" / "events.out.tfevents.4000000000.machine.99999.9";  // later than the clock
   write_text(ahead, "");
   begun.push_back(ahead);
   for (int i = 0; i < 3; ++i) begin();
@@ -457,11 +457,11 @@ TEST_CASE("SummaryWriter: files are read in the order in which they were begun")
   for (const auto* other : {"events.out.tfevents.", "events.out.tfevents.x", "events.out.tfevents.-5.a.b",
                             "events.out.tfevents.99999999999999999999999.a", "checkpoint.9999999999"})
     write_text(directory / "run" / other, "");
-  begin();  // no matter what else there is
+  begin();  // other files do not matter
   CHECK(std::filesystem::exists(begun.back()));
 }
 
-TEST_CASE("SummaryWriter: two in one directory, at the same time, have a file each") {
+TEST_CASE("SummaryWriter: two simultaneous writers in one directory have a file each") {
   const Directory directory;
   std::vector<std::thread> threads;
   for (int i = 0; i < 4; ++i)
@@ -481,7 +481,7 @@ TEST_CASE("SummaryWriter: two in one directory, at the same time, have a file ea
   }
 }
 
-TEST_CASE("SummaryWriter: what it cannot do, it says at once") {
+TEST_CASE("SummaryWriter: invalid options are refused immediately") {
   const Directory directory;
   REQUIRE_ERROR("SummaryWriter: directory must be given", ga::SummaryWriter({}));
   REQUIRE_ERROR("SummaryWriter: flush_every must be >= 0 seconds, got -1",

@@ -29,13 +29,13 @@ using namespace testing;
 
 namespace {
 
-constexpr auto late = std::chrono::hours(1);  // so that what is on the disk was flushed for a reason
+constexpr auto late = std::chrono::hours(1);  // never flushes by time
 
-using Batches = std::vector<std::pair<double, int>>;  // a loss and slope, and of how many items it is the mean
+using Batches = std::vector<std::pair<double, int>>;  // loss and slope, and the number of items
 
 struct Net : torch::nn::Module {
   at::Tensor parameter = register_parameter("parameter", torch::zeros({2}, at::kDouble));
-  torch::optim::SGD sgd{{parameter}, torch::optim::SGDOptions(0.0)};  // losses stay those of the batches
+  torch::optim::SGD sgd{{parameter}, torch::optim::SGDOptions(0.0)};  // a rate of 0 keeps the losses of the batches
 };
 const auto given_loss = [](Net& net, const std::pair<double, int>& batch) {
   return ga::Loss{net.parameter.sum() * batch.first + batch.first, batch.second};
@@ -76,21 +76,21 @@ bool are_same(const Histogram* found, const inner::ValueHistogram& expected) {
 
 using Steps = std::vector<std::int64_t>;
 
-/// A training that can be killed, and goes on from its states.
+/// A training that can be killed, and resumes from its states.
 struct Run {
   std::filesystem::path directory, states = directory / "states", events = directory / "events";
-  std::int64_t kill_at = -1;  // that update, when it is written
+  std::int64_t kill_at = -1;  // the update, after it is written
   std::int64_t save_every = 2;
   std::chrono::duration<double> flush_every = late;
 
-  /// The parameters; empty if it was killed.
+  /// Returns the parameters; empty if it was killed.
   template <class... Policies>
   at::Tensor train(Policies... policies) {
     auto model = make_model();
     torch::optim::AdamW adamw(model->parameters(), 0.01);
     const auto batches = make_batches({4, 3, 5, 4, 2});
     const auto unseen = make_batches({3, 2});
-    std::map<std::filesystem::path, std::uintmax_t> on_disk;  // when it is killed
+    std::map<std::filesystem::path, std::uintmax_t> on_disk;  // at the time of the kill
     const auto killer = [&](const ga::Step& step) {
       if (step.update != kill_at) return;
       for (auto& path : event_files_in(events)) on_disk[path] = std::filesystem::file_size(path);
@@ -104,7 +104,7 @@ struct Run {
       trainer.fit(batches, {.epochs = 2, .resume = states});
     } catch (const std::runtime_error& error) {
       if (std::string(error.what()) != "killed") throw;
-      for (auto& [path, bytes] : on_disk)  // what an exception has yet written a kill has not, but for a piece
+      for (auto& [path, bytes] : on_disk)  // removes bytes written after the kill, up to a piece
         std::filesystem::resize_file(path, std::min(bytes + 7, std::filesystem::file_size(path)));
       return {};
     }
@@ -114,7 +114,7 @@ struct Run {
 
 }  // namespace
 
-TEST_CASE("TensorBoard: a point for each update") {
+TEST_CASE("TensorBoard: writes a point for each update") {
   const Directory directory;
   Net net;
   ga::Trainer trainer(net, net.sgd, given_loss, ga::Accumulate{.steps = 2},
@@ -125,14 +125,14 @@ TEST_CASE("TensorBoard: a point for each update") {
   CHECK(curves.at("train/lr") == Curve{{1, 0}, {2, 0}, {3, 0}, {4, 0}});
   CHECK(steps_of(curves.at("train/samples_per_second")) == Steps{1, 2, 3, 4});
   for (const float rate : numbers_of(curves.at("train/samples_per_second"))) CHECK(rate > 0);
-  CHECK(steps_of(curves.at("memory/resident")).front() == 1);  // twice a second at most
+  CHECK(steps_of(curves.at("memory/resident")).front() == 1);  // at most twice a second
   for (const float bytes : numbers_of(curves.at("memory/resident"))) CHECK(bytes > (1 << 20));
-  CHECK(curves.count("train/grad_norm") == 0);  // nobody clips
+  CHECK(curves.count("train/grad_norm") == 0);  // without clipping
   CHECK(tags_in(directory / "run") ==
         std::set<std::string>{"train/loss", "train/lr", "train/samples_per_second", "memory/resident"});
 }
 
-TEST_CASE("TensorBoard: the norm before clipping, and the rate of a schedule") {
+TEST_CASE("TensorBoard: writes the norm before clipping, and the rate of a schedule") {
   const Directory directory;
   Net net;
   torch::optim::SGD sgd({net.parameter}, 0.25);
@@ -145,7 +145,7 @@ TEST_CASE("TensorBoard: the norm before clipping, and the rate of a schedule") {
   CHECK(curves.at("train/lr") == Curve{{1, 0.5F}, {2, 0.25F}});
 }
 
-TEST_CASE("TensorBoard: windows that were skipped have no point, and NaN has one") {
+TEST_CASE("TensorBoard: skipped windows have no point, and NaN has one") {
   const Directory directory;
   const double nan = std::numeric_limits<double>::quiet_NaN();
   Net net;
@@ -157,7 +157,7 @@ TEST_CASE("TensorBoard: windows that were skipped have no point, and NaN has one
   CHECK(std::isnan(loss[1].second));
 }
 
-TEST_CASE("TensorBoard: a point now and then, and over several fits") {
+TEST_CASE("TensorBoard: points at intervals, and over several fits") {
   const Directory directory;
   Net net;
   ga::Trainer trainer(net, net.sgd, given_loss, ga::TensorBoard{.directory = directory / "run", .every = 3});
@@ -167,7 +167,7 @@ TEST_CASE("TensorBoard: a point now and then, and over several fits") {
   CHECK(event_files_in(directory / "run").size() == 1);
 }
 
-TEST_CASE("TensorBoard: a loop of one's own") {
+TEST_CASE("TensorBoard: a user's loop") {
   const Directory directory;
   Net net;
   {
@@ -177,7 +177,7 @@ TEST_CASE("TensorBoard: a loop of one's own") {
   CHECK(curves_in(directory / "run").at("train/loss") == Curve{{1, 1}, {2, 2}});
 }
 
-TEST_CASE("TensorBoard: hyperparameters, and numbers of one's own") {
+TEST_CASE("TensorBoard: hyperparameters, and a user's numbers") {
   const Directory directory;
   Net net;
   ga::Trainer trainer(net, net.sgd, given_loss,
@@ -196,7 +196,7 @@ TEST_CASE("TensorBoard: hyperparameters, and numbers of one's own") {
   CHECK(events.back().step == 1);
 }
 
-TEST_CASE("TensorBoard: what validations find") {
+TEST_CASE("TensorBoard: results of validations") {
   const Directory directory;
   Net net;
   const Batches unseen{{0.25, 1}, {0.75, 1}};
@@ -209,7 +209,7 @@ TEST_CASE("TensorBoard: what validations find") {
   CHECK(steps_of(curves.at("train/samples_per_second")) == Steps{1, 2, 3, 4, 5});
 }
 
-TEST_CASE("TensorBoard: histograms of the true gradients, and of the parameters after the step") {
+TEST_CASE("TensorBoard: histograms of the unscaled gradients, and of the parameters after the step") {
   const Directory directory;
   auto model = make_model();
   torch::optim::SGD sgd(model->parameters(), 0.1);
@@ -241,10 +241,10 @@ TEST_CASE("TensorBoard: histograms of the true gradients, and of the parameters 
     CHECK_FALSE(histogram_in(events, "gradients/" + item.key(), 1));
   }
   CHECK_FALSE(are_same(histogram_in(events, "gradients/0.weight", 2),
-                       inner::histogram_of(make_model()->parameters()[0])));  // it can differ
+                       inner::histogram_of(make_model()->parameters()[0])));  // negative control
 }
 
-TEST_CASE("TensorBoard: nothing else is another for it, to the bit") {
+TEST_CASE("TensorBoard: the training is bitwise the same without it") {
   const auto train = [](const std::filesystem::path& directory, auto optimizer, at::ScalarType dtype,
                         std::int64_t histograms_every) {
     auto model = make_model(dtype);
@@ -289,7 +289,7 @@ TEST_CASE("TensorBoard: a step that overflows has no histogram") {
   CHECK(tags_in(directory / "run").count("gradients/0.weight/not_finite") == 0);
 }
 
-TEST_CASE("TensorBoard: a parameter that the module does not have is numbered") {
+TEST_CASE("TensorBoard: a parameter outside of the module is numbered") {
   const Directory directory;
   Net net;
   auto other = torch::ones({2}, at::kDouble).set_requires_grad(true);
@@ -304,7 +304,7 @@ TEST_CASE("TensorBoard: a parameter that the module does not have is numbered") 
     CHECK(tags.count(tag) == 1);
 }
 
-TEST_CASE("TensorBoard: goes with OptimizerInBackward, without histograms") {
+TEST_CASE("TensorBoard: works with OptimizerInBackward, without histograms") {
   const Directory directory;
   auto model = make_model();
   ga::optim::AdamW adamw(model->parameters(), 0.01);
@@ -328,11 +328,11 @@ TEST_CASE("TensorBoard: nothing is written in a smoke fit") {
                       ga::Validate(Batches{{1.0, 1}}));
   trainer.fit(Batches(3, {1.0, 1}), {.smoke = true});
   CHECK(std::filesystem::is_empty(directory / "run"));
-  trainer.fit(Batches(3, {1.0, 1}));  // goes on from the update of that
+  trainer.fit(Batches(3, {1.0, 1}));  // continues from that update
   CHECK(steps_of(curves_in(directory / "run").at("train/loss")) == Steps{2, 3, 4});
 }
 
-TEST_CASE("TensorBoard: a killed training that goes on has the curves of one that was not") {
+TEST_CASE("TensorBoard: a killed and resumed training has the curves of an uninterrupted one") {
   const Directory directory;
   Run whole{.directory = directory / "whole"};
   const auto expected = whole.train();
@@ -361,7 +361,7 @@ TEST_CASE("TensorBoard: a killed training that goes on has the curves of one tha
     }
 }
 
-TEST_CASE("TensorBoard: the files of a killed training do overlap") {
+TEST_CASE("TensorBoard: the files of a killed training overlap") {
   const Directory directory;
   Run run{.directory = directory / "killed", .kill_at = 6, .save_every = 4, .flush_every = std::chrono::seconds(0)};
   REQUIRE_FALSE(run.train().defined());
@@ -377,8 +377,8 @@ TEST_CASE("TensorBoard: the files of a killed training do overlap") {
   CHECK(steps_of(curves_in(run.events).at("train/loss")) == Steps{1, 2, 3, 4, 5, 6, 7, 8, 9, 10});
 }
 
-TEST_CASE("TensorBoard: a validation that is made again is there once") {
-  // The state of update 5 is older than the validation after it, which its epoch's end brings.
+TEST_CASE("TensorBoard: a repeated validation occurs once") {
+  // The state of update 5 is older than the validation at the end of its epoch.
   const Directory directory;
   Run run{.directory = directory / "run", .kill_at = 7, .save_every = 5, .flush_every = std::chrono::seconds(0)};
   REQUIRE_FALSE(run.train().defined());
@@ -388,7 +388,7 @@ TEST_CASE("TensorBoard: a validation that is made again is there once") {
   CHECK(steps_of(curves_in(run.events).at("validation/loss")) == Steps{5, 10});
 }
 
-TEST_CASE("TensorBoard: killed before there is a state, it begins anew") {
+TEST_CASE("TensorBoard: killed before the first state, it starts again") {
   const Directory directory;
   Run run{.directory = directory / "run", .kill_at = 3, .save_every = 100};
   REQUIRE_FALSE(run.train().defined());
@@ -397,7 +397,7 @@ TEST_CASE("TensorBoard: killed before there is a state, it begins anew") {
   CHECK(steps_of(curves_in(run.events).at("train/loss")) == Steps{1, 2, 3, 4, 5, 6, 7, 8, 9, 10});
 }
 
-TEST_CASE("TensorBoard: all is on the disk before a state is") {
+TEST_CASE("TensorBoard: all points are on the disk before a state is") {
   const Directory directory;
   Net net;
   ga::Trainer trainer(net, net.sgd, given_loss, ga::TensorBoard{.directory = directory / "run", .flush_every = late});
@@ -409,7 +409,7 @@ TEST_CASE("TensorBoard: all is on the disk before a state is") {
   CHECK(curves_in(directory / "run").at("train/loss").size() == 2);
 }
 
-TEST_CASE("TensorBoard: who loads a state by hand goes on after it, and hides nothing before there is more") {
+TEST_CASE("TensorBoard: loading a state by hand continues after it, and hides nothing until new points are written") {
   const Directory directory;
   Net net;
   ga::Trainer trainer(net, net.sgd, given_loss, ga::TensorBoard{.directory = directory / "run"});
@@ -429,7 +429,7 @@ TEST_CASE("TensorBoard: who loads a state by hand goes on after it, and hides no
   CHECK(curves_in(directory / "run").at("test/loss") == Curve{{2, 0.5F}});
 }
 
-TEST_CASE("TensorBoard: a state that does not fit changes nothing") {
+TEST_CASE("TensorBoard: an incompatible state changes nothing") {
   const Directory directory;
   Net net;
   ga::Trainer trainer(net, net.sgd, given_loss, ga::TensorBoard{.directory = directory / "run"});
@@ -446,7 +446,7 @@ TEST_CASE("TensorBoard: a state that does not fit changes nothing") {
   CHECK(event_files_in(directory / "run").size() == 1);
 }
 
-TEST_CASE("TensorBoard: states are those without it, and fit both ways") {
+TEST_CASE("TensorBoard: states do not contain it, and can be loaded with and without it") {
   const Directory directory;
   ga::Archive with, without;
   Net net;
@@ -468,7 +468,7 @@ TEST_CASE("TensorBoard: states are those without it, and fit both ways") {
   CHECK(steps_of(curves_in(directory / "again").at("train/loss")) == Steps{3});
 }
 
-TEST_CASE("TensorBoard: what was written when an exception ends the fit is on the disk") {
+TEST_CASE("TensorBoard: points before an exception are on the disk") {
   const Directory directory;
   Net net;
   ga::Trainer trainer(net, net.sgd, given_loss, ga::TensorBoard{.directory = directory / "run", .flush_every = late},
@@ -498,7 +498,7 @@ TEST_CASE("TensorBoard: a full disk ends the fit with the file's name, and the t
   CHECK(loss.back() == std::pair<std::int64_t, float>(trainer.updates(), 3));
 }
 
-TEST_CASE("TensorBoard: rank 0 writes, of all ranks' samples") {
+TEST_CASE("TensorBoard: rank 0 writes the means over all ranks' samples") {
   const Directory directory;
   std::vector<int> writers(2);
   tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
@@ -516,7 +516,7 @@ TEST_CASE("TensorBoard: rank 0 writes, of all ranks' samples") {
   CHECK_FALSE(std::filesystem::exists(directory / "1"));
 }
 
-TEST_CASE("TensorBoard: what it cannot do, it says when the trainer is built") {
+TEST_CASE("TensorBoard: invalid options are refused when the trainer is built") {
   const Directory directory;
   Net net;
   const auto build = [&](ga::TensorBoard board) { ga::Trainer(net, net.sgd, given_loss, std::move(board)); };
@@ -532,7 +532,7 @@ TEST_CASE("TensorBoard: what it cannot do, it says when the trainer is built") {
   REQUIRE_ERROR("/proc/run: must be a directory, or one that can be created", build({.directory = "/proc/run"}));
 }
 
-TEST_CASE("TensorBoard: a model on a device", "[cuda]") {
+TEST_CASE("TensorBoard: writes histograms of a model on a device", "[cuda]") {
   if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
   const auto train = [](at::Device device, const std::filesystem::path& directory) {
     auto model = make_model(at::kFloat);

@@ -28,7 +28,7 @@ at::Tensor gradients_of(const std::vector<at::Tensor>& parameters) {
 
 }  // namespace
 
-TEST_CASE("clip_grad_norm_: gives what LibTorch's gives, without the wait") {
+TEST_CASE("clip_grad_norm_: gives LibTorch's result, without its wait") {
   for (auto dtype : {at::kDouble, at::kFloat})
     for (double max : {0.01, 1e6, infinity})
       for (double type : {1.0, 2.0, 3.5, infinity}) {
@@ -55,7 +55,7 @@ TEST_CASE("clip_grad_norm_: NaN and inf as in LibTorch; or an error, and nothing
   }
 }
 
-TEST_CASE("clip_grad_norm_: no parameters, no gradients, a shared parameter") {
+TEST_CASE("clip_grad_norm_: accepts no parameters, no gradients, a shared parameter") {
   CHECK(ga::clip_grad_norm_(std::vector<at::Tensor>(), 1.0).item<double>() == 0);
   CHECK(ga::clip_grad_norm_(std::vector<at::Tensor>(), 1.0, infinity).item<double>() == 0);
   CHECK(ga::clip_grad_norm_({torch::zeros({2}).set_requires_grad(true)}, 1.0).item<double>() == 0);
@@ -66,7 +66,7 @@ TEST_CASE("clip_grad_norm_: no parameters, no gradients, a shared parameter") {
   REQUIRE_ERROR("norm_type must be > 0, got 0", ga::clip_grad_norm_({p}, 1.0, 0.0));
 }
 
-TEST_CASE("clip_grad_norm_: of a window, is one more factor") {
+TEST_CASE("clip_grad_norm_: in a window it becomes a factor, applied later") {
   auto p = torch::zeros({2}).set_requires_grad(true);
   p.mutable_grad() = torch::tensor({30.0f, 40.0f});
   ga::Gradients gradients({p});
@@ -77,7 +77,7 @@ TEST_CASE("clip_grad_norm_: of a window, is one more factor") {
   CHECK(gradients.values()[0][0].item<float>() == Approx(0.6f));
 }
 
-TEST_CASE("clip_grad_value_: clamps, for sparse gradients their sums") {
+TEST_CASE("clip_grad_value_: clamps elements, of sparse gradients the sums") {
   auto p = torch::zeros({3}).set_requires_grad(true), s = torch::zeros({3}).set_requires_grad(true);
   p.mutable_grad() = torch::tensor({-5.0f, 0.25f, std::numeric_limits<float>::quiet_NaN()});
   s.mutable_grad() = torch::sparse_coo_tensor(torch::tensor({{1, 1, 2}}), torch::tensor({0.4f, 0.4f, -3.0f}), {3});

@@ -21,7 +21,7 @@ at::Tensor table(at::ScalarType dtype = at::kFloat) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(1);
   return torch::randn({rows, width}, generator).to(dtype).requires_grad_();
 }
-/// Tokens of one micro-batch, some of them often.
+/// Makes tokens of one micro-batch, with repetitions.
 at::Tensor tokens(int micro_batch, at::IntArrayRef shape = {2, 9}) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(100 + static_cast<std::uint64_t>(micro_batch));
   return torch::randint(0, 12, shape, generator, torch::kLong);
@@ -35,13 +35,13 @@ using LookUp = std::function<at::Tensor(const at::Tensor&, const at::Tensor&)>;
 const LookUp theirs = [](auto& ids, auto& weight) { return torch::embedding(weight, ids); };
 const LookUp ours = [](auto& ids, auto& weight) { return ga::embedding(ids, weight); };
 
-/// The sum of some micro-batches' gradients.
+/// Returns the sum of several micro-batches' gradients.
 at::Tensor summed(const LookUp& look_up, at::Tensor weight, int micro_batches = 4, at::IntArrayRef shape = {2, 9}) {
   for (int i = 0; i < micro_batches; ++i) loss_of(look_up(tokens(i, shape), weight), i).backward();
   return weight.grad();
 }
 
-/// All bits, those of NaN included.
+/// Returns whether all bits are equal, also those of NaN.
 bool same(const at::Tensor& a, const at::Tensor& b) {
   const auto bits = [](const at::Tensor& t) { return t.detach().contiguous().view({-1}).view(at::kByte); };
   return a.defined() && b.defined() && a.dtype() == b.dtype() && a.sizes() == b.sizes() && bits(a).equal(bits(b));
@@ -55,7 +55,7 @@ TEST_CASE("embedding: gradients of a window are LibTorch's, to the bit") {
       INFO(dtype << ", tokens " << at::IntArrayRef(shape));
       CHECK(same(summed(ours, table(dtype), 4, shape), summed(theirs, table(dtype), 4, shape)));
     }
-  // Occurrence by occurrence, as a sparse gradient is added, the sum is rounded otherwise.
+  // A sparse gradient is summed occurrence by occurrence, with other rounding.
   const auto one_by_one = [](auto& ids, auto& weight) {
     return torch::embedding(weight, ids, -1, false, /*sparse=*/true);
   };
@@ -64,7 +64,7 @@ TEST_CASE("embedding: gradients of a window are LibTorch's, to the bit") {
   CHECK_FALSE(same(summed(one_by_one, weight), summed(theirs, table())));
 }
 
-TEST_CASE("embedding: the values, other kinds of indices, and the padding row") {
+TEST_CASE("embedding: values, other kinds of indices, and the padding row") {
   const auto weight = table();
   CHECK(same(ga::embedding(tokens(0), weight).detach(), torch::embedding(weight, tokens(0)).detach()));
   const LookUp int32 = [](auto& ids, auto& weight) { return ga::embedding(ids.to(at::kInt), weight); };
@@ -77,19 +77,19 @@ TEST_CASE("embedding: the values, other kinds of indices, and the padding row") 
     const auto gradient = summed(our_padding, table());
     CHECK(same(gradient, summed(their_padding, table())));
     CHECK(same(gradient[padding], torch::zeros({width})));
-    CHECK(same(gradient, summed(theirs, table())) == (padding == 49));  // which no token is
+    CHECK(same(gradient, summed(theirs, table())) == (padding == 49));  // no token has this index
   }
   REQUIRE_ERROR("embedding: weight must be [rows, width], got [50]", ga::embedding(tokens(0), torch::zeros({50})));
   REQUIRE_ERROR("padding_idx must be less than the rows of weight, 50, got 50", ga::embedding(tokens(0), weight, {50}));
   REQUIRE_ERROR("index out of range", ga::embedding(torch::tensor({50}), weight));
 }
 
-TEST_CASE("embedding: rows are added to the windows of an accumulator, which watches") {
+TEST_CASE("embedding: rows are added in windows of an accumulator, which tracks changes") {
   auto weight = table();
   torch::optim::SGD sgd({weight}, 0.1);
   ga::GradAccumulator optimizer(sgd, {.steps = 3});
   for (int i = 0; i < 6; ++i) {
-    if (i % 3 == 1) weight.grad().data()[48].fill_(std::numeric_limits<float>::quiet_NaN());  // unseen, and not read
+    if (i % 3 == 1) weight.grad().data()[48].fill_(std::numeric_limits<float>::quiet_NaN());  // undetected, unread
     ga::embedding(torch::tensor({7}), weight).sum().backward();
     if (i % 3 == 1) CHECK(weight.grad()[48].isnan().all().item<bool>());
     optimizer.step();
@@ -99,7 +99,7 @@ TEST_CASE("embedding: rows are added to the windows of an accumulator, which wat
   CHECK(optimizer.updates() == 2);
 }
 
-TEST_CASE("embedding: only rows that were looked up are touched, where nobody listens") {
+TEST_CASE("embedding: only rows that were looked up are written, if there are no hooks") {
   auto weight = table();
   const auto lonely = torch::tensor({7});
   ga::embedding(tokens(0), weight).sum().backward();
@@ -107,8 +107,8 @@ TEST_CASE("embedding: only rows that were looked up are touched, where nobody li
   const auto version = sum._version();
   ga::embedding(lonely, weight).sum().backward();
   CHECK(weight.grad().is_same(sum));
-  CHECK(sum._version() > version);  // others notice, as they notice LibTorch's sum
-  // What would be 0 + NaN for a whole gradient of zeros is not even read.
+  CHECK(sum._version() > version);  // the change is visible, as with LibTorch's sum
+  // Rows that were not looked up are not read; adding a whole gradient of zeros would be 0 + NaN.
   sum.index_put_({49}, std::numeric_limits<float>::quiet_NaN());
   ga::embedding(lonely, weight).sum().backward();
   CHECK(sum[49].isnan().all().item<bool>());
@@ -144,7 +144,7 @@ TEST_CASE("embedding: in an accumulator's window, with weights and every way to 
   CHECK_FALSE(same(train(ours, {.steps = 3}, true), train(theirs, {.steps = 3}, false)));
 }
 
-TEST_CASE("embedding: hooks hear of a whole gradient") {
+TEST_CASE("embedding: hooks receive a whole gradient") {
   const auto hears = [](const auto& listen) {
     auto weight = table();
     ga::embedding(tokens(0), weight).sum().backward();
@@ -166,14 +166,14 @@ TEST_CASE("embedding: hooks hear of a whole gradient") {
         }) == 1);
 }
 
-TEST_CASE("embedding: other ways to ask for gradients get what LibTorch gives") {
+TEST_CASE("embedding: other ways to compute gradients give LibTorch's") {
   auto weight = table(), peer = table();
   summed(ours, weight), summed(theirs, peer);
   const auto before = weight.grad().clone();
 
   const auto alone = torch::autograd::grad({loss_of(ga::embedding(tokens(7), weight), 7)}, {weight})[0];
   CHECK(same(alone, torch::autograd::grad({loss_of(torch::embedding(peer, tokens(7)), 7)}, {peer})[0]));
-  CHECK(same(weight.grad(), before));  // untouched
+  CHECK(same(weight.grad(), before));  // unchanged
 
   auto other = torch::ones({}).requires_grad_();
   torch::autograd::backward({loss_of(ga::embedding(tokens(7), weight), 7) * other}, {}, {}, false, {other});
@@ -194,7 +194,7 @@ TEST_CASE("embedding: other ways to ask for gradients get what LibTorch gives") 
     loss.backward({}, /*retain_graph=*/true, /*create_graph=*/true);
     table.grad().pow(2).sum().backward();
     const auto gradient = scale.grad().clone();
-    for (auto& leaf : {table, scale}) leaf.mutable_grad().reset();  // a cycle otherwise
+    for (auto& leaf : {table, scale}) leaf.mutable_grad().reset();  // avoids a cycle of references
     return gradient;
   };
   CHECK(same(second(ours, table()), second(theirs, table())));
@@ -211,7 +211,7 @@ TEST_CASE("embedding: other ways to ask for gradients get what LibTorch gives") 
   CHECK_FALSE(ga::embedding(tokens(0), weight).requires_grad());
 }
 
-TEST_CASE("embedding: gradients of another kind are added to as LibTorch adds to them") {
+TEST_CASE("embedding: gradients of another layout are added to as LibTorch does") {
   const auto after = [](const LookUp& look_up, const auto& prepare) {
     auto weight = table();
     weight.mutable_grad() = prepare(weight);
@@ -223,7 +223,7 @@ TEST_CASE("embedding: gradients of another kind are added to as LibTorch adds to
   check([](at::Tensor&) { return torch::eye(rows, width).to_sparse(); });
 }
 
-TEST_CASE("embedding: a weight that is used twice, a model that changes before backward, and threads") {
+TEST_CASE("embedding: a weight used twice, a model that changes before backward, and threads") {
   const auto tied = [](const LookUp& look_up) {
     auto weight = table(at::kDouble);
     for (int i = 0; i < 3; ++i) loss_of(torch::matmul(look_up(tokens(i), weight), weight.t()), i).backward();
@@ -258,14 +258,14 @@ TEST_CASE("embedding: a weight that is used twice, a model that changes before b
   CHECK(torch::allclose(weight.grad(), expected.grad(), 1e-12, 1e-12));
 }
 
-TEST_CASE("embedding: on a device the rows that were looked up are added, and no others", "[cuda]") {
+TEST_CASE("embedding: on a device only the rows that were looked up are added, and no others", "[cuda]") {
   if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
   const auto summed_there = [](const auto& look_up, std::int64_t padding) {
     auto weight = table().detach().to(at::kCUDA).requires_grad_();
     weight.mutable_grad() = torch::zeros_like(weight);
     for (int i = 0; i < 4; ++i) {
       const auto ids = tokens(i);
-      const auto whole_numbers = (ids.unsqueeze(-1) + torch::arange(width)).to(at::kCUDA);  // sums of any order agree
+      const auto whole_numbers = (ids.unsqueeze(-1) + torch::arange(width)).to(at::kCUDA);  // exact in any order
       (look_up(ids.to(at::kCUDA), weight, padding) * whole_numbers).sum().backward();
     }
     return weight.grad().cpu();
@@ -280,7 +280,7 @@ TEST_CASE("embedding: on a device the rows that were looked up are added, and no
   CHECK_FALSE(same(summed_there(here, 3), summed_there(there, -1)));
 }
 
-TEST_CASE("embedding: on a device sums of 16 bits are LibTorch's, which rounds them once a backward pass", "[cuda]") {
+TEST_CASE("embedding: on a device 16-bit sums equal LibTorch's, which are rounded once per backward pass", "[cuda]") {
   if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
   const auto ids = torch::full({1000}, 7, torch::dtype(at::kLong).device(at::kCUDA));
   const auto summed = [&](const auto& look_up) {

@@ -8,8 +8,8 @@
 #include <functional>
 #include <memory>
 
-// Micro-batches give what one large batch gives: over optimizers, dtypes, tails and uneven micro-batches.
-// Each has a control: the usual mistakes must be told from it.
+// Micro-batches give the result of one large batch: for all optimizers, dtypes, tails and uneven micro-batches. Each
+// test has a control that detects the usual mistakes.
 
 namespace ga = gradaccum;
 using namespace testing;
@@ -42,7 +42,7 @@ std::vector<Kind> every_optimizer() {
   };
 }
 
-// A step for every window of `steps` micro-batches joined to one batch: what all else is compared with.
+// Makes one step for every `steps` micro-batches joined to one batch: the reference.
 at::Tensor one_large_batch(const Kind& kind, const std::vector<Example>& data, std::size_t steps, double clip = 0) {
   auto model = make_model(data.front().data.scalar_type());
   auto optimizer = kind.make(model->parameters());
@@ -55,7 +55,7 @@ at::Tensor one_large_batch(const Kind& kind, const std::vector<Example>& data, s
   return flat(model);
 }
 
-// The drop-in loop, zero_grad first or last.
+// Runs the drop-in loop, with zero_grad first or last.
 at::Tensor drop_in(const Kind& kind, const std::vector<Example>& data, std::int64_t steps, bool zero_first,
                    double clip = 0) {
   auto model = make_model(data.front().data.scalar_type());
@@ -72,7 +72,7 @@ at::Tensor drop_in(const Kind& kind, const std::vector<Example>& data, std::int6
   return flat(model);
 }
 
-// Weighted by the rows of each micro-batch.
+// Weights each micro-batch by its rows.
 at::Tensor weighted(const Kind& kind, const std::vector<Example>& data, std::int64_t steps, double clip = 0) {
   auto model = make_model(data.front().data.scalar_type());
   auto wrapped = kind.make(model->parameters());
@@ -118,10 +118,10 @@ double tolerance(at::ScalarType dtype) { return dtype == at::kDouble ? 1e-11 : 2
 
 }  // namespace
 
-TEST_CASE("equivalence: a window of equal micro-batches is one large batch, the tail too") {
+TEST_CASE("equivalence: a window of equal micro-batches equals one large batch, the tail too") {
   for (auto& kind : every_optimizer())
     for (auto dtype : {at::kDouble, at::kFloat})
-      for (std::int64_t steps : {1, 2, 4, 10, 16}) {  // tails of 0, 0, 2, 0 and all of it
+      for (std::int64_t steps : {1, 2, 4, 10, 16}) {  // tails of 0, 0, 2, 0 and all micro-batches
         INFO(kind.name << ", " << dtype << ", steps " << steps);
         const auto data = make_batches(even, dtype);
         const auto expected = one_large_batch(kind, data, steps);
@@ -131,14 +131,14 @@ TEST_CASE("equivalence: a window of equal micro-batches is one large batch, the 
       }
 }
 
-TEST_CASE("equivalence: with zero_grad first or last, the same bits") {
+TEST_CASE("equivalence: zero_grad first or last gives the same bits") {
   for (auto& kind : every_optimizer()) {
     const auto data = make_batches(even, at::kFloat);
     CHECK(drop_in(kind, data, 4, true).equal(drop_in(kind, data, 4, false)));
   }
 }
 
-TEST_CASE("equivalence: one step a window gives the very bits of the plain loop") {
+TEST_CASE("equivalence: one step per window gives the bits of the plain loop") {
   for (auto& kind : every_optimizer()) {
     const auto data = make_batches(uneven, at::kFloat);
     CHECK(drop_in(kind, data, 1, false).equal(one_large_batch(kind, data, 1)));
@@ -152,12 +152,12 @@ TEST_CASE("equivalence: uneven micro-batches need their weights") {
       const auto data = make_batches(uneven);
       const auto expected = one_large_batch(kind, data, steps);
       CHECK(distance(weighted(kind, data, steps), expected) < 1e-11);
-      // Control: the mean of means is another number.
+      // Control: the mean of means differs.
       CHECK(distance(drop_in(kind, data, steps, false), expected) > 1e-4);
     }
 }
 
-TEST_CASE("equivalence: the usual mistakes are told from it") {
+TEST_CASE("equivalence: the usual mistakes give different results") {
   const auto data = make_batches(even);
   for (auto& kind : every_optimizer()) {
     INFO(kind.name);
@@ -165,21 +165,21 @@ TEST_CASE("equivalence: the usual mistakes are told from it") {
     CHECK(distance(divided_by_nominal(kind, data, 4), expected) > 1e-4);
     CHECK(distance(steps_at_multiples(kind, data, 4), expected) > 1e-4);
   }
-  // And only by them: where no window is short, the first one is right.
+  // Without a shorter window, dividing by the nominal number is correct.
   CHECK(distance(divided_by_nominal(every_optimizer()[0], data, 5), one_large_batch(every_optimizer()[0], data, 5)) <
         1e-12);
 }
 
-TEST_CASE("equivalence: clipping is of the large batch's gradient") {
+TEST_CASE("equivalence: clipping applies to the large batch's gradient") {
   const auto data = make_batches(uneven);
   for (auto& kind : every_optimizer())
-    for (double clip : {0.05, 1e6}) {  // of every window, and of none
+    for (double clip : {0.05, 1e6}) {  // clips every window, and none
       INFO(kind.name << ", clip " << clip);
       CHECK(distance(weighted(kind, data, 4, clip), one_large_batch(kind, data, 4, clip)) < 1e-11);
       CHECK(distance(drop_in(kind, make_batches(even), 4, false, clip),
                      one_large_batch(kind, make_batches(even), 4, clip)) < 1e-11);
     }
-  // Control: it does clip.
+  // Control: clipping has an effect.
   const auto sgd = every_optimizer()[0];
   CHECK(distance(one_large_batch(sgd, data, 4, 0.05), one_large_batch(sgd, data, 4)) > 1e-3);
 }
@@ -200,11 +200,11 @@ TEST_CASE("equivalence: a window may carry on into the next epoch") {
       moved += optimizer.step();
     }
   CHECK(moved == 5);
-  CHECK_FALSE(optimizer.flush());  // 20 micro-batches are 5 whole windows
+  CHECK_FALSE(optimizer.flush());  // 20 micro-batches are 5 full windows
   CHECK(distance(flat(model), one_large_batch(sgd, twice, 4)) < 1e-12);
 }
 
-TEST_CASE("equivalence: the number of updates is ceil(micro-batches / steps) where windows are flushed") {
+TEST_CASE("equivalence: the number of updates is ceil(micro-batches / steps) if windows are flushed") {
   for (std::int64_t steps : {1, 3, 4, 7, 10, 11}) {
     auto model = make_model();
     torch::optim::SGD sgd(model->parameters(), 0.1);

@@ -10,7 +10,7 @@ namespace ga = gradaccum;
 
 namespace {
 
-// Writes the factors in each order in turn, and gives the set of different results.
+// Writes the factors in every order, and returns the distinct results.
 template <class Product>
 std::vector<double> results_of_all_orders(std::vector<double> factors, Product product) {
   std::sort(factors.begin(), factors.end());
@@ -39,7 +39,7 @@ TEST_CASE("Factor: any order of writers gives the same bits") {
   };
   CHECK(results_of_all_orders(factors, multiplied).size() == 1);
   CHECK(results_of_all_orders(factors, divided).size() == 1);
-  // Control: multiplied as they come these factors do differ.
+  // Control: multiplied in order, these factors give different results.
   const auto as_they_come = [](const std::vector<double>& in_order) {
     double product = 1;
     for (double by : in_order) product *= by;
@@ -52,7 +52,7 @@ TEST_CASE("Factor: any order of writers gives the same bits") {
   CHECK(product_of(exact).host() == 1 / 21.0);
 }
 
-TEST_CASE("Factor: host numbers and tensors come to one product") {
+TEST_CASE("Factor: host numbers and tensors are multiplied to one product") {
   ga::Factor factor;
   CHECK(product_of(factor).is_one());
   factor.multiply(3.0);
@@ -63,7 +63,7 @@ TEST_CASE("Factor: host numbers and tensors come to one product") {
   CHECK_FALSE(product_of(factor).is_one());
 }
 
-TEST_CASE("Factor: a tensor counts with the value that it had when it was written") {
+TEST_CASE("Factor: a tensor counts with its value at the time of writing") {
   auto scale = torch::tensor(8.0);
   ga::Factor factor;
   factor.divide(scale);
@@ -71,7 +71,7 @@ TEST_CASE("Factor: a tensor counts with the value that it had when it was writte
   CHECK(product_of(factor).host() == 0.125);
 }
 
-TEST_CASE("Factor: refuses what is no number") {
+TEST_CASE("Factor: refuses values that are not numbers") {
   ga::Factor factor;
   REQUIRE_ERROR("Factor: a divisor must not be 0", factor.divide(0.0));
   REQUIRE_ERROR("Factor: a divisor must not be 0", factor.divide(torch::tensor(0.0)));
@@ -80,7 +80,7 @@ TEST_CASE("Factor: refuses what is no number") {
   CHECK(product_of(factor).is_one());
 }
 
-TEST_CASE("Factor: a product that overflows is not taken for one") {
+TEST_CASE("Factor: an overflowing product is not taken for 1") {
   ga::Factor factor;
   for (int i = 0; i < 2; ++i) {
     factor.multiply(1e200);
@@ -90,7 +90,7 @@ TEST_CASE("Factor: a product that overflows is not taken for one") {
   CHECK_FALSE(product_of(factor).is_one());
 }
 
-TEST_CASE("Factor: device tensors are joined on the device, in any order to the same bits", "[cuda]") {
+TEST_CASE("Factor: device tensors are multiplied on the device, with the same bits in any order", "[cuda]") {
   if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
   const auto a = torch::tensor(0.1, torch::kCUDA), b = torch::tensor(0.7, torch::kCUDA),
              c = torch::tensor(1.3, torch::kCUDA);

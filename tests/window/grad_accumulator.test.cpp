@@ -22,7 +22,7 @@ namespace {
 
 constexpr double infinity = std::numeric_limits<double>::infinity();
 
-// A parameter, an optimizer that shows what it was given, and a loss whose gradient is chosen.
+// A parameter, an optimizer with lr 1 that shows the gradient, and a loss with a chosen gradient.
 struct Probe {
   at::Tensor parameter = torch::zeros({2}, at::kDouble).set_requires_grad(true);
   torch::optim::SGD sgd{{parameter}, torch::optim::SGDOptions(1.0)};
@@ -33,7 +33,7 @@ struct Probe {
 
 }  // namespace
 
-TEST_CASE("GradAccumulator: counts, and moves on the last micro-batch") {
+TEST_CASE("GradAccumulator: counts micro-batches, and updates on the last one") {
   Probe probe;
   ga::GradAccumulator optimizer(probe.sgd, {.steps = 3});
   CHECK_FALSE(optimizer.ready());
@@ -57,7 +57,7 @@ TEST_CASE("GradAccumulator: counts, and moves on the last micro-batch") {
   }
 }
 
-TEST_CASE("GradAccumulator: step says what it came to, and is the bool whether the parameters moved") {
+TEST_CASE("GradAccumulator: step returns its result, which converts to whether parameters were updated") {
   STATIC_REQUIRE(std::convertible_to<ga::StepResult, bool>);
   STATIC_REQUIRE_FALSE(std::convertible_to<bool, ga::StepResult>);
   using Result = ga::StepResult;
@@ -103,7 +103,7 @@ TEST_CASE("GradAccumulator: flush closes a shorter window with its true mean, an
   CHECK(optimizer.updates() == 1);
 }
 
-TEST_CASE("GradAccumulator: flush counts a backward() that no step followed; of loss.backward() it wants the step") {
+TEST_CASE("GradAccumulator: flush counts backward() without a step; after loss.backward() it requires the step") {
   Probe weighted, plain;
   ga::GradAccumulator b(weighted.sgd, {.steps = 4});
   b.backward({weighted.loss(1.0), 1});
@@ -122,20 +122,20 @@ TEST_CASE("GradAccumulator: flush counts a backward() that no step followed; of 
   CHECK(plain.moved() == 1.5);
 }
 
-TEST_CASE("GradAccumulator: flush of an empty window does nothing, whatever lies in .grad") {
+TEST_CASE("GradAccumulator: flush of an empty window does nothing, with any .grad") {
   Probe probe;
   ga::GradAccumulator optimizer(probe.sgd);
   probe.loss(1.0).backward();
   optimizer.step();
   optimizer.zero_grad();
-  probe.loss(100.0).backward();  // as when another network of a GAN is trained through this one
+  probe.loss(100.0).backward();  // as in a GAN, when another network is trained through this one
   CHECK_FALSE(optimizer.flush());
   CHECK(probe.moved() == 1.0);
   optimizer.zero_grad();
   CHECK_FALSE(probe.parameter.grad().defined());
 }
 
-TEST_CASE("GradAccumulator: discard forgets the window and clears the gradients") {
+TEST_CASE("GradAccumulator: discard drops the window and clears the gradients") {
   Probe probe;
   ga::GradAccumulator optimizer(probe.sgd, {.steps = 2});
   probe.loss(100.0).backward();
@@ -153,7 +153,7 @@ TEST_CASE("GradAccumulator: discard forgets the window and clears the gradients"
   CHECK(optimizer.updates() == 1);
 }
 
-TEST_CASE("GradAccumulator: set_steps holds from the next window on") {
+TEST_CASE("GradAccumulator: set_steps takes effect with the next window") {
   Probe probe;
   ga::GradAccumulator optimizer(probe.sgd, {.steps = 3});
   const auto micro_batch = [&] {
@@ -168,20 +168,20 @@ TEST_CASE("GradAccumulator: set_steps holds from the next window on") {
   CHECK(micro_batch());
   CHECK_FALSE(micro_batch());
   CHECK(micro_batch());
-  optimizer.set_steps(1);  // no micro-batch yet: this window
+  optimizer.set_steps(1);  // no micro-batch yet: affects this window
   CHECK(optimizer.ready());
   CHECK(micro_batch());
   REQUIRE_ERROR("GradAccumulator: steps must be >= 1, got 0", optimizer.set_steps(0));
 }
 
-TEST_CASE("GradAccumulator: weights of any arithmetic type; the loss that the user sees is not rewritten") {
+TEST_CASE("GradAccumulator: weights of any arithmetic type; the user's loss does not change") {
   Probe probe;
   ga::GradAccumulator optimizer(probe.sgd, {.steps = 3});
   const auto loss = probe.loss(1.0);
   const auto before = loss.item<double>();
   optimizer.backward(ga::Loss{loss, std::int64_t{8}});
   CHECK(loss.item<double>() == before);
-  CHECK(probe.parameter.grad()[0].item<double>() == 1.0);  // relative to the first weight: magnitudes stay
+  CHECK(probe.parameter.grad()[0].item<double>() == 1.0);  // weights are relative to the first, which keeps magnitudes
   optimizer.step();
   optimizer.backward({probe.loss(2.0), 4u});
   optimizer.step();
@@ -203,7 +203,7 @@ TEST_CASE("GradAccumulator: weight 0 counts, without backward") {
   CHECK(probe.moved() == 2.0);
 }
 
-TEST_CASE("GradAccumulator: a window of weight 0 moves nothing, momentum included") {
+TEST_CASE("GradAccumulator: a window of weight 0 changes nothing, momentum included") {
   Probe probe;
   torch::optim::SGD sgd({probe.parameter}, torch::optim::SGDOptions(1.0).momentum(0.9));
   ga::GradAccumulator optimizer(sgd, {.steps = 2});
@@ -219,7 +219,7 @@ TEST_CASE("GradAccumulator: a window of weight 0 moves nothing, momentum include
   CHECK(probe.moved() == 1.0);
 }
 
-TEST_CASE("GradAccumulator: a window without any gradient moves nothing") {
+TEST_CASE("GradAccumulator: a window without any gradient changes nothing") {
   Probe probe;
   ga::GradAccumulator optimizer(probe.sgd, {.steps = 2});
   CHECK_FALSE(optimizer.step());
@@ -239,7 +239,7 @@ TEST_CASE("GradAccumulator: several losses may be backpropagated before a step; 
   CHECK(probe.moved() == 3.0);
 }
 
-TEST_CASE("GradAccumulator: gradients() are the window so far, the micro-batch in hand included") {
+TEST_CASE("GradAccumulator: gradients() are the current window's, the current micro-batch included") {
   Probe probe;
   ga::GradAccumulator optimizer(probe.sgd, {.steps = 2});
   CHECK(optimizer.gradients().items() == 0);
@@ -249,21 +249,21 @@ TEST_CASE("GradAccumulator: gradients() are the window so far, the micro-batch i
   CHECK(optimizer.micro_steps() == 0);
   optimizer.step();
   CHECK(optimizer.micro_steps() == 1);
-  CHECK(optimizer.gradients().items() == 1);  // before backward there is nothing in hand
+  CHECK(optimizer.gradients().items() == 1);  // before backward there is no current micro-batch
   REQUIRE(optimizer.ready());
   probe.loss(2.0).backward();
   auto handle = optimizer.gradients();
   CHECK(handle.items() == 2);
   CHECK(handle.values()[0][0].item<double>() == 3.0);  // the mean, in .grad too
   CHECK(probe.parameter.grad()[0].item<double>() == 3.0);
-  probe.parameter.mutable_grad().add_(1.0);  // the user's own change counts
+  probe.parameter.mutable_grad().add_(1.0);  // the user's change counts
   CHECK(optimizer.step());
   CHECK(probe.moved() == 4.0);
   CHECK(handle.closed());
   CHECK(optimizer.updates() == 1);
 }
 
-TEST_CASE("GradAccumulator: clips when the window closes, however often it was asked to") {
+TEST_CASE("GradAccumulator: clips when the window closes, however often clipping was requested") {
   Probe probe;
   ga::GradAccumulator optimizer(probe.sgd, {.steps = 2});
   for (double slope : {30.0, 50.0}) {
@@ -276,7 +276,7 @@ TEST_CASE("GradAccumulator: clips when the window closes, however often it was a
   CHECK(optimizer.grad_norm().item<double>() == Approx(norm));  // before clipping, of the mean
   CHECK(probe.moved() == Approx(40 / (norm + 1e-6)));
   probe.parameter.detach().zero_();
-  probe.loss(10.0).backward();  // the tail; asked for anew
+  probe.loss(10.0).backward();  // the tail, with a new request
   optimizer.step();
   optimizer.clip_grad_norm_(infinity);
   optimizer.flush();
@@ -284,11 +284,11 @@ TEST_CASE("GradAccumulator: clips when the window closes, however often it was a
   CHECK(probe.moved() == 10.0);
   probe.loss(10.0).backward();
   optimizer.step();
-  optimizer.flush();  // not asked for
+  optimizer.flush();  // no request
   REQUIRE_ERROR("grad_norm() needs a closed window", optimizer.grad_norm());
 }
 
-TEST_CASE("GradAccumulator: a clip is forgotten with its window, and infinity leaves inf and NaN alone") {
+TEST_CASE("GradAccumulator: a clip ends with its window, and infinity as maximum keeps inf and NaN") {
   Probe probe;
   ga::GradAccumulator optimizer(probe.sgd, {.steps = 2});
   probe.loss(10.0).backward();
@@ -305,10 +305,10 @@ TEST_CASE("GradAccumulator: a clip is forgotten with its window, and infinity le
   optimizer.step();
   optimizer.flush();
   CHECK(optimizer.grad_norm().item<double>() == infinity);
-  CHECK(probe.moved() == 11.0);  // the finite element is what it was
+  CHECK(probe.moved() == 11.0);  // the finite element is unchanged
 }
 
-TEST_CASE("GradAccumulator: clips elements of the mean") {
+TEST_CASE("GradAccumulator: clip_grad_value_ clips elements of the mean") {
   Probe probe;
   ga::GradAccumulator optimizer(probe.sgd, {.steps = 2});
   for (double slope : {1.0, 3.0}) {
@@ -340,8 +340,7 @@ TEST_CASE("GradAccumulator: parameter groups, frozen, shared and late parameters
   CHECK(late[0].item<double>() == -2.0);
 }
 
-TEST_CASE(
-    "GradAccumulator: tied weights, which LibTorch lists once for each name, are an error; their norm counts once") {
+TEST_CASE("GradAccumulator: tied weights, which LibTorch lists once per name, are an error; their norm counts once") {
   struct Tied : torch::nn::Module {
     at::Tensor in = register_parameter("in", torch::ones({2, 3}));
     at::Tensor out = register_parameter("out", in);
@@ -350,7 +349,7 @@ TEST_CASE(
   torch::optim::SGD sgd(model.parameters(), 1.0);
   (model.in.sum() + model.out.sum()).backward();
   sgd.step();
-  CHECK(model.in.equal(torch::full({2, 3}, -3)));  // twice by a gradient of 2
+  CHECK(model.in.equal(torch::full({2, 3}, -3)));  // the weight is used twice, with a gradient of 2
   ga::Gradients gradients(model.parameters());
   CHECK(ga::clip_grad_norm_(gradients, 1.0).item<double>() == Approx(std::sqrt(24)));
   const std::string twice = "lists number 0 of shape [2, 3] again as number 1";
@@ -378,7 +377,7 @@ TEST_CASE("GradAccumulator: a group added between backward and step, or flush") 
   }
 }
 
-TEST_CASE("GradAccumulator: a parameter that some micro-batches leave out") {
+TEST_CASE("GradAccumulator: a parameter that some micro-batches do not use") {
   auto a = torch::zeros({1}, at::kDouble).set_requires_grad(true),
        b = torch::zeros({1}, at::kDouble).set_requires_grad(true);
   torch::optim::SGD sgd({a, b}, torch::optim::SGDOptions(1.0));
@@ -436,7 +435,7 @@ TEST_CASE("GradAccumulator: backward that records a graph which some gradients d
     torch::optim::SGD sgd({weight, bias}, torch::optim::SGDOptions(0.0));
     ga::GradAccumulator optimizer(sgd, {.steps = 2});
     for (int i = 0; i < 2; ++i) {
-      const auto loss = weight.pow(2).sum() + bias.sum();  // the bias has a constant gradient, as in a critic
+      const auto loss = weight.pow(2).sum() + bias.sum();  // the bias's gradient is constant, as in a critic
       plain ? loss.backward({}, true, true) : optimizer.backward(loss, true, true);
       optimizer.step();
     }
@@ -460,7 +459,7 @@ TEST_CASE("GradAccumulator: gradients of complex parameters, which backward leav
   CHECK((z.detach() + c).abs().max().item<double>() < 1e-15);
 }
 
-TEST_CASE("GradAccumulator: holds no gradient that the user has cleared, and closes with itself") {
+TEST_CASE("GradAccumulator: holds no gradient that the user has cleared, and its destructor closes the window") {
   auto parameter = torch::zeros({1000}).set_requires_grad(true);
   torch::optim::SGD sgd({parameter}, torch::optim::SGDOptions(1.0));
   std::optional<ga::Gradients> handle;
@@ -499,10 +498,10 @@ TEST_CASE("GradAccumulator: accumulate_in keeps float32 sums for 16-bit paramete
   };
   CHECK(error(at::kBFloat16, at::kFloat) < 1e-3);
   CHECK(error(at::kHalf, at::kFloat) < 2e-4);
-  CHECK(error(at::kBFloat16, {}) > 5e-3);  // control: 16-bit sums lose what is small beside them
+  CHECK(error(at::kBFloat16, {}) > 5e-3);  // control: 16-bit sums lose small terms
 }
 
-TEST_CASE("GradAccumulator: sums kept apart become .grad with apply, and may be changed there") {
+TEST_CASE("GradAccumulator: separate sums become .grad by apply, and may be changed there") {
   auto weight = torch::zeros({2}, at::kBFloat16).set_requires_grad(true);
   torch::optim::SGD sgd({weight}, torch::optim::SGDOptions(1.0));
   ga::GradAccumulator optimizer(sgd, {.steps = 2, .accumulate_in = at::kFloat});
@@ -519,13 +518,13 @@ TEST_CASE("GradAccumulator: sums kept apart become .grad with apply, and may be 
   CHECK(optimizer.grad_norm().item<double>() == Approx(8 * std::sqrt(2.0)));
   CHECK(weight[0].item<float>() == -1.0f);
   optimizer.zero_grad();
-  (weight * 5.0).sum().backward();  // nothing is left over for the next window
+  (weight * 5.0).sum().backward();  // the next window begins empty
   optimizer.step();
   optimizer.flush();
   CHECK(weight[0].item<float>() == -6.0f);
 }
 
-TEST_CASE("GradAccumulator: with sums kept apart, values are clipped and changed all the same") {
+TEST_CASE("GradAccumulator: with separate sums, values can also be clipped and changed") {
   auto weight = torch::zeros({2}, at::kBFloat16).set_requires_grad(true);
   torch::optim::SGD sgd({weight}, torch::optim::SGDOptions(1.0));
   ga::GradAccumulator optimizer(sgd, {.steps = 2, .accumulate_in = at::kFloat});
@@ -543,7 +542,7 @@ TEST_CASE("GradAccumulator: with sums kept apart, values are clipped and changed
     optimizer.step();
   }
   CHECK(weight[0].item<float>() == -100.5f);
-  optimizer.gradients().norm();  // a look at the old gradients, which are not yet cleared, is no part of the new window
+  optimizer.gradients().norm();  // reads the old gradients, which are not in the new window
   optimizer.zero_grad();
   weight.detach().zero_();
   (weight * 1.0).sum().backward();
@@ -552,7 +551,7 @@ TEST_CASE("GradAccumulator: with sums kept apart, values are clipped and changed
   CHECK(weight[0].item<float>() == -1.0f);
 }
 
-TEST_CASE("GradAccumulator: sums kept apart of sparse gradients, and dense ones that join them") {
+TEST_CASE("GradAccumulator: separate sums of sparse gradients, and dense ones that join them") {
   auto weight = torch::zeros({4, 1}, at::kBFloat16).set_requires_grad(true);
   torch::optim::SGD sgd({weight}, torch::optim::SGDOptions(1.0));
   ga::GradAccumulator optimizer(sgd, {.steps = 3, .accumulate_in = at::kFloat});
@@ -579,7 +578,7 @@ TEST_CASE("GradAccumulator: any number of micro-batches keeps the memory constan
   CHECK(probe.moved() == 1.0);
 }
 
-TEST_CASE("GradAccumulator: says what it wraps") {
+TEST_CASE("GradAccumulator: describes the wrapped optimizer") {
   Probe probe;
   CHECK(ga::GradAccumulator(probe.sgd, {.steps = 4}).description() ==
         "Wrapping 'SGD' optimizer with gradient accumulation of 4 steps");
@@ -611,7 +610,7 @@ TEST_CASE("GradAccumulator: parameters on several devices", "[cuda]") {
   CHECK(gpu.item<double>() == Approx(-0.4));
 }
 
-TEST_CASE("accumulator: a function gives one back; it moves between windows alone") {
+TEST_CASE("accumulator: a function can return one; moving is allowed only between windows") {
   const auto data = make_batches({5, 5, 5, 5});
   auto model = make_model(), other = make_model();
   torch::optim::SGD sgd(model->parameters(), 0.1), plain(other->parameters(), 0.1);
@@ -645,7 +644,7 @@ TEST_CASE("accumulator: a function gives one back; it moves between windows alon
   CHECK(held.parameters().size() == 4);
 }
 
-TEST_CASE("accumulator: in_backward goes on where it was moved to") {
+TEST_CASE("accumulator: in_backward works after a move") {
   auto model = make_model(), other = make_model();
   ga::optim::SGD sgd(model->parameters(), 0.1), plain(other->parameters(), 0.1);
   ga::GradAccumulator first(sgd, {.in_backward = true});
@@ -658,7 +657,7 @@ TEST_CASE("accumulator: in_backward goes on where it was moved to") {
   CHECK(torch::equal(flat(model), flat(other)));
 }
 
-TEST_CASE("accumulator: step(closure) runs it and gives its loss") {
+TEST_CASE("accumulator: step(closure) runs it and returns its loss") {
   auto model = make_model(), other = make_model();
   torch::optim::SGD sgd(model->parameters(), 0.1), plain(other->parameters(), 0.1);
   ga::GradAccumulator optimizer(sgd, {.steps = 2});
@@ -679,7 +678,7 @@ TEST_CASE("accumulator: step(closure) runs it and gives its loss") {
   CHECK(distance(model, other) < 1e-14);
 }
 
-TEST_CASE("GradAccumulator: a pool of threads takes turns, and gives what one large batch gives") {
+TEST_CASE("GradAccumulator: a pool of threads that take turns equals one large batch") {
   constexpr std::int64_t threads = 4, windows = 3, rows = 2;
   const auto make = [] {
     torch::manual_seed(0);
@@ -720,7 +719,7 @@ TEST_CASE("GradAccumulator: a pool of threads takes turns, and gives what one la
     CHECK(net->parameters()[i].allclose(large->parameters()[i], 1e-12, 1e-12));
 }
 
-TEST_CASE("GradAccumulator: threads that take no turns are refused at once") {
+TEST_CASE("GradAccumulator: threads that do not take turns are refused immediately") {
   Probe probe;
   ga::GradAccumulator optimizer(probe.sgd, {.steps = 2});
   const auto error_in_thread = [](const auto& call) {
@@ -735,7 +734,7 @@ TEST_CASE("GradAccumulator: threads that take no turns are refused at once") {
     optimizer.backward(probe.loss(3));
     CHECK(refused([&] { optimizer.backward(probe.loss(9)); }));
     CHECK(refused([&] { optimizer.zero_grad(); }));
-    CHECK(error_in_thread([&] { optimizer.step(); }).empty());  // a worker's backward, its owner's step
+    CHECK(error_in_thread([&] { optimizer.step(); }).empty());  // backward in a worker, step in the owner
     optimizer.backward(probe.loss(5));
     optimizer.step();
     CHECK(probe.moved() == 4);
@@ -757,7 +756,7 @@ TEST_CASE("GradAccumulator: threads that take no turns are refused at once") {
   }
 }
 
-TEST_CASE("GradAccumulator: saves and loads by its own functions what the wrapped optimizer does") {
+TEST_CASE("GradAccumulator: saves and loads the wrapped optimizer's state by its own functions") {
   Probe probe;
   probe.sgd = torch::optim::SGD({probe.parameter}, torch::optim::SGDOptions(0.5).momentum(0.5));
   ga::GradAccumulator optimizer(probe.sgd, {.steps = 1});

@@ -23,7 +23,7 @@ double number(const at::Tensor& zero_dim) { return zero_dim.item<double>(); }
 constexpr double infinity = std::numeric_limits<double>::infinity(),
                  not_a_number = std::numeric_limits<double>::quiet_NaN();
 
-// Row 0 twice: the gradient is their sum.
+// Makes a sparse gradient with row 0 twice, which counts as their sum.
 at::Tensor sparse_with_duplicates(double first, double second, at::ScalarType dtype) {
   return torch::sparse_coo_tensor(torch::tensor({{0, 0, 2}}), torch::tensor({first, second, 1.0}).to(dtype), {4});
 }
@@ -55,7 +55,7 @@ TEST_CASE("Gradients: copies are the same window") {
   CHECK(gradients.items() == 1.0);
 }
 
-TEST_CASE("Gradients: the norm is kept until a gradient changes") {
+TEST_CASE("Gradients: the norm is cached until a gradient changes") {
   auto p = with_gradient(torch::tensor({3.0, 4.0}, at::kDouble));
   ga::Gradients gradients({p});
   CHECK(number(gradients.norm()) == 5.0);
@@ -68,7 +68,7 @@ TEST_CASE("Gradients: the norm is kept until a gradient changes") {
   CHECK(gradients.raw().empty());
 }
 
-TEST_CASE("Gradients: the norm is that of all gradients, whatever their dtype and shape") {
+TEST_CASE("Gradients: the norm is that of all gradients, of any dtype and shape") {
   torch::manual_seed(0);
   const auto a = torch::randn({3, 5}), b = torch::randn({7}).to(at::kBFloat16), c = torch::randn({}, at::kDouble),
              d = torch::randn({4}).to(at::kHalf), e = torch::empty({0}), f = torch::randn({6, 4}).t();
@@ -97,7 +97,7 @@ TEST_CASE("Gradients: 16-bit gradients are multiplied in float32 precision") {
     ga::Gradients gradients({p});
     gradients.factor().multiply(0.3337);
     CHECK(gradients.values()[0].equal(expected));
-    // Control: a factor rounded to 16 bits gives other numbers.
+    // Control: a factor rounded to 16 bits gives another result.
     CHECK_FALSE((p.grad().to(at::kFloat) * torch::tensor(0.3337).to(dtype).to(at::kFloat)).to(dtype).equal(expected));
   }
 }
@@ -127,7 +127,7 @@ TEST_CASE("Gradients: infinity and NaN are found in every position, dtype and la
       }
 }
 
-TEST_CASE("Gradients: finite numbers whose squares overflow are finite") {
+TEST_CASE("Gradients: finite numbers with overflowing squares count as finite") {
   for (auto [dtype, large] :
        {std::pair{at::kFloat, 3e38}, {at::kBFloat16, 3e38}, {at::kHalf, 6e4}, {at::kDouble, 1e300}}) {
     auto p = with_gradient(torch::full({4}, large, dtype));
@@ -137,7 +137,7 @@ TEST_CASE("Gradients: finite numbers whose squares overflow are finite") {
   }
 }
 
-TEST_CASE("Gradients: required to be finite, the verdict stands even if the user mends the gradient") {
+TEST_CASE("Gradients: with require_finite, the result stands even if the user replaces the gradient") {
   auto p = with_gradient(torch::tensor({1.0, infinity}));
   ga::Gradients gradients({p});
   gradients.factor().require_finite();
@@ -145,7 +145,7 @@ TEST_CASE("Gradients: required to be finite, the verdict stands even if the user
   p.mutable_grad().fill_(1.0);
   CHECK(gradients.finite_required());
   CHECK(number(gradients.found_inf()) == 1);
-  // Control: where nobody required it, the answer is of now.
+  // Control: without require_finite, the current gradient counts.
   ga::Gradients free({p});
   CHECK(number(free.found_inf()) == 0);
 }
@@ -158,7 +158,7 @@ TEST_CASE("Gradients: sparse gradients count with their duplicates summed") {
   CHECK(gradients.values()[0].to_dense().equal(torch::tensor({8.0, 0.0, 2.0, 0.0}, at::kDouble)));
   CHECK(p.grad().is_sparse());
 
-  auto half = with_gradient(sparse_with_duplicates(64000, 64000, at::kHalf));  // each finite, their sum is not
+  auto half = with_gradient(sparse_with_duplicates(64000, 64000, at::kHalf));  // both are finite, their sum is not
   CHECK(number(ga::Gradients({half}).found_inf()) == 1);
   auto fine = with_gradient(sparse_with_duplicates(64000, -64000, at::kHalf));
   CHECK(number(ga::Gradients({fine}).found_inf()) == 0);
@@ -173,7 +173,7 @@ TEST_CASE("Gradients: complex gradients have a norm and are multiplied") {
   CHECK(number(torch::real(p.grad())[0]) == 6.0);
 }
 
-TEST_CASE("Gradients: a factor that makes a finite gradient overflow is seen") {
+TEST_CASE("Gradients: a factor that makes a finite gradient overflow is detected") {
   auto p = with_gradient(torch::full({2}, 3e38f));
   ga::Gradients gradients({p});
   CHECK(number(gradients.norm()) > 4e38);
@@ -183,14 +183,14 @@ TEST_CASE("Gradients: a factor that makes a finite gradient overflow is seen") {
   CHECK(number(gradients.found_inf()) == 1);
 }
 
-TEST_CASE("Gradients: lists may be iterated while others are asked for, and outlive the handle") {
+TEST_CASE("Gradients: lists may be iterated while others are created, and outlive the handle") {
   auto p = with_gradient(torch::ones({2})), q = with_gradient(torch::ones({2}));
   double sum = 0;
   for (auto& gradient : ga::Gradients({p, q}).values()) sum += number(gradient.sum() + ga::Gradients({p}).norm());
   CHECK(sum == Approx(4 + 2 * std::sqrt(2.0)));
 }
 
-TEST_CASE("Gradients: no gradient at all") {
+TEST_CASE("Gradients: accepts no gradient at all") {
   ga::Gradients gradients({torch::zeros({2}).set_requires_grad(true)});
   gradients.factor().multiply(2.0);
   CHECK(number(gradients.norm()) == 0);

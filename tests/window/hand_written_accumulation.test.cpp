@@ -13,8 +13,8 @@
 #include <functional>
 #include <memory>
 
-// What a loop that accumulated by hand leaves behind, each in both forms: noticed, or listed in
-// docs/gradient_accumulation.md as not noticed.
+// Remains of a hand-written accumulation, each in both forms of backward: detected, or listed as undetected in
+// docs/gradient_accumulation.md.
 
 namespace ga = gradaccum;
 using namespace testing;
@@ -23,7 +23,7 @@ namespace {
 
 enum class Form { plain, weighted };
 
-/// A loop of windows of four, to put something into.
+/// A loop of windows of four, into which tests insert mistakes.
 template <class Optimizer>
 struct LoopOf {
   torch::nn::Sequential model = make_model();
@@ -44,7 +44,7 @@ struct LoopOf {
   }
   void clip(double max = 0.01) { torch::nn::utils::clip_grad_norm_(model->parameters(), max); }
 
-  /// The error of a loop of which `step` is what comes after each backward.
+  /// Returns the error of a loop that calls `step` after each backward.
   std::string error(const std::function<void(std::size_t)>& step) {
     return error_of([&] {
       for (std::size_t i = 0; i < data.size(); ++i) {
@@ -78,7 +78,7 @@ constexpr const char* not_cleared = "the gradients of the last window were not c
 
 }  // namespace
 
-TEST_CASE("left-overs: a loop without any says nothing, and is the large batch") {
+TEST_CASE("left-overs: a loop without any prints nothing, and equals the large batch") {
   const Warnings warnings;
   Loop loop(both());
   for (std::size_t i = 0; i < loop.data.size(); ++i) loop.micro_batch(i);
@@ -86,7 +86,7 @@ TEST_CASE("left-overs: a loop without any says nothing, and is the large batch")
   CHECK(warnings.texts().empty());
 }
 
-TEST_CASE("left-overs: a loss that is divided cannot be noticed") {
+TEST_CASE("left-overs: a divided loss cannot be detected") {
   Loop loop(both());
   for (std::size_t i = 0; i < loop.data.size(); ++i) {
     loop.backward(loss_of(loop.model, loop.data[i]) / 4);
@@ -116,7 +116,7 @@ TEST_CASE("left-overs: a step() at every fourth micro-batch") {
   }
 }
 
-TEST_CASE("left-overs: several losses of a micro-batch are no left-over") {
+TEST_CASE("left-overs: several losses of a micro-batch do not count as a left-over") {
   const Warnings warnings;
   Loop loop(Form::plain);
   for (std::size_t i = 0; i < loop.data.size(); ++i) {
@@ -128,7 +128,7 @@ TEST_CASE("left-overs: several losses of a micro-batch are no left-over") {
   CHECK(warnings.texts().empty());
 }
 
-TEMPLATE_TEST_CASE("left-overs: a step of the wrapped optimizer's own", "", torch::optim::SGD, torch::optim::Adam,
+TEMPLATE_TEST_CASE("left-overs: a direct step of the wrapped optimizer", "", torch::optim::SGD, torch::optim::Adam,
                    torch::optim::AdamW, torch::optim::RMSprop, torch::optim::Adagrad, ga::optim::AdamW) {
   const Warnings warnings;
   LoopOf<TestType> loop(both());
@@ -138,11 +138,11 @@ TEMPLATE_TEST_CASE("left-overs: a step of the wrapped optimizer's own", "", torc
     if (i % 2 == 0) loop.wrapped.step();
     loop.optimizer.zero_grad();
   }
-  REQUIRE(warnings.texts().size() == 1);  // once is enough
+  REQUIRE(warnings.texts().size() == 1);  // only one warning
   CHECK(contains(warnings.texts()[0], std::string("moved") + moved));
 }
 
-TEST_CASE("left-overs: parameters that change between windows, or come back, are no left-over") {
+TEST_CASE("left-overs: parameters that change between windows, or are restored, do not count as a left-over") {
   const Warnings warnings;
   Loop loop(both());
   ga::Ema ema;
@@ -157,14 +157,14 @@ TEST_CASE("left-overs: parameters that change between windows, or come back, are
     loop.optimizer.zero_grad();
     if (moves)
       for (auto& parameter : loop.model->parameters()) parameter.clamp_(-0.2, 0.2);
-    ema.swap(loop.model);  // to look at the averages
+    ema.swap(loop.model);  // to evaluate the averages
     ema.swap(loop.model);
   }
   CHECK(loop.optimizer.updates() == 2);
   CHECK(warnings.texts().empty());
 }
 
-TEST_CASE("left-overs: a parameter whose numbers the host cannot see was written to: a warning") {
+TEST_CASE("left-overs: writing to a parameter whose numbers the host cannot read is a warning") {
   const Warnings warnings;
   const auto parameter = torch::ones({3}, at::kMeta).requires_grad_();
   torch::optim::Adam adam({parameter}, 0.1);
@@ -180,7 +180,7 @@ TEST_CASE("left-overs: a parameter whose numbers the host cannot see was written
 
 TEST_CASE("left-overs: LibTorch's clipping before the window closes") {
   Loop loop(both());
-  const auto first = GENERATE(std::size_t(0), 1, 3);  // the last micro-batch, too: it is a sum, not the mean
+  const auto first = GENERATE(std::size_t(0), 1, 3);  // also before the last step, when it is a sum, not the mean
   const bool value = GENERATE(false, true);
   const auto error = loop.error([&](std::size_t i) {
     if (i >= first && value) torch::nn::utils::clip_grad_value_(loop.model->parameters(), 1e-3);
@@ -193,7 +193,7 @@ TEST_CASE("left-overs: LibTorch's clipping before the window closes") {
   CHECK(loop.optimizer.micro_steps() == static_cast<std::int64_t>(first));
 }
 
-TEST_CASE("left-overs: clipping is noticed by gradients() and flush(), too") {
+TEST_CASE("left-overs: clipping is detected by gradients() and flush(), too") {
   Loop loop(both());
   loop.micro_batch(0);
   loop.backward(1);
@@ -209,7 +209,7 @@ TEST_CASE("left-overs: clipping is noticed by gradients() and flush(), too") {
   flushed.clip();
   REQUIRE_ERROR(rewritten, flushed.optimizer.flush());
   one.micro_batch(0);
-  one.clip();  // a window of one: its sum is its mean
+  one.clip();  // in a window of one the sum is the mean
   CHECK(one.optimizer.flush());
 
   Loop looked(Form::plain);
@@ -219,7 +219,7 @@ TEST_CASE("left-overs: clipping is noticed by gradients() and flush(), too") {
   REQUIRE_ERROR(rewritten, looked.optimizer.step());
 }
 
-TEST_CASE("left-overs: clipping that clips nothing, of applied gradients, and of windows of one is none") {
+TEST_CASE("left-overs: clipping without effect, of applied gradients, and of windows of one is allowed") {
   Loop loose(both());
   CHECK(loose.error([&](std::size_t) {
     loose.clip(1e9);
@@ -279,7 +279,7 @@ TEST_CASE("left-overs: gradients that are divided by hand, or cleared by zero_gr
                  "zero_grad(false) changed it, "));
 }
 
-TEST_CASE("left-overs: gradients that no backward has made are the user's") {
+TEST_CASE("left-overs: gradients that no backward has computed are the user's") {
   Loop loop(Form::plain);
   for (int i = 0; i < 8; ++i) {
     for (auto& parameter : loop.model->parameters()) {
@@ -323,8 +323,7 @@ TEST_CASE("left-overs: gradients may be cleared in any way between two windows")
   CHECK(warnings.texts().empty());
 }
 
-TEST_CASE(
-    "left-overs: a window of one that is never cleared is what it is without an accumulator; weighted, an error") {
+TEST_CASE("left-overs: an uncleared window of one behaves as without an accumulator; weighted, it is an error") {
   Loop one(Form::plain, 0.1, 1), plain(Form::plain), weighted(Form::weighted, 0.1, 1);
   CHECK(one.error([&](std::size_t) { one.optimizer.step(); }) == "");
   CHECK(plain.error([&](std::size_t) { plain.wrapped.step(); }) == "");
@@ -332,7 +331,7 @@ TEST_CASE(
   CHECK(contains(weighted.error([&](std::size_t) { weighted.optimizer.step(); }), not_cleared));
 }
 
-TEST_CASE("left-overs: unusual parameters and gradients are no alarm") {
+TEST_CASE("left-overs: unusual parameters and gradients cause no error") {
   const Warnings warnings;
   torch::manual_seed(3);
   torch::nn::Embedding sparse(torch::nn::EmbeddingOptions(6, 2).sparse(true));
@@ -361,7 +360,7 @@ TEST_CASE("left-overs: unusual parameters and gradients are no alarm") {
   CHECK(warnings.texts().empty());
 }
 
-TEST_CASE("left-overs: parts of one gradient, which LibTorch counts together, are no alarm") {
+TEST_CASE("left-overs: parts of one gradient, which share LibTorch's version counter, cause no error") {
   const Warnings warnings;
   torch::manual_seed(4);
   std::vector<at::Tensor> parameters;
@@ -381,10 +380,10 @@ TEST_CASE("left-overs: parts of one gradient, which LibTorch counts together, ar
   optimizer.step();
   torch::cat(parameters).square().sum().backward();
   torch::nn::utils::clip_grad_norm_(parameters, 0.01);
-  REQUIRE_ERROR(rewritten, optimizer.step());  // their numbers are looked at
+  REQUIRE_ERROR(rewritten, optimizer.step());  // their numbers are compared
 }
 
-TEST_CASE("left-overs: parameters that a backward does not come to are no alarm") {
+TEST_CASE("left-overs: parameters that a backward does not reach cause no error") {
   const Warnings warnings;
   torch::nn::Linear trunk(4, 4), first(4, 1), second(4, 1);
   std::vector<at::Tensor> parameters;
@@ -400,7 +399,7 @@ TEST_CASE("left-overs: parameters that a backward does not come to are no alarm"
   CHECK(warnings.texts().empty());
 }
 
-TEST_CASE("left-overs: hooks that change a gradient as it comes are part of the pass") {
+TEST_CASE("left-overs: hooks that change a gradient on arrival are part of the pass") {
   struct Mask final : torch::autograd::PostAccumulateGradHook {
     void operator()(const at::Tensor& parameter) override {
       const at::NoGradGuard no_grad;
@@ -419,7 +418,7 @@ TEST_CASE("left-overs: hooks that change a gradient as it comes are part of the 
   CHECK(at::equal(parameter.detach(), torch::tensor({-1.0, 1.0})));
 }
 
-TEST_CASE("left-overs: parameters that are perturbed and put back may change in their last digits: a warning at most") {
+TEST_CASE("left-overs: parameters that are perturbed and restored may change in their last digits: at most a warning") {
   const std::int64_t steps = GENERATE(1, 4);
   const Warnings warnings;
   auto model = make_model(at::kFloat);
@@ -427,7 +426,7 @@ TEST_CASE("left-overs: parameters that are perturbed and put back may change in 
   ga::GradAccumulator optimizer(sgd, {.steps = steps});
   double by = 1;
   for (auto& batch : make_batches({4, 4, 4, 4}, at::kFloat)) {
-    by *= 100;  // other digits are lost each time
+    by *= 100;  // loses other digits each time
     for (auto& parameter : model->parameters()) parameter.data().add_(by);
     optimizer.backward(loss_of(model, batch));
     for (auto& parameter : model->parameters()) parameter.data().sub_(by);
@@ -437,7 +436,7 @@ TEST_CASE("left-overs: parameters that are perturbed and put back may change in 
   CHECK(warnings.texts().size() == (steps == 1 ? 0U : 1U));
 }
 
-TEST_CASE("left-overs: graphs of gradients, and a scaler, are no alarm") {
+TEST_CASE("left-overs: graphs of gradients, and a scaler, cause no error") {
   const Warnings warnings;
   Loop loop(Form::plain);
   CHECK(loop.error([&](std::size_t i) {
@@ -462,7 +461,7 @@ TEST_CASE("left-overs: graphs of gradients, and a scaler, are no alarm") {
   for (auto& text : warnings.texts()) CHECK_FALSE(contains(text, "GradAccumulator"));
 }
 
-TEST_CASE("left-overs: accumulators leave parameters as they found them, in whatever order they go") {
+TEST_CASE("left-overs: accumulators restore parameters in any order of destruction") {
   const auto model = make_model();
   const auto hook = [&](std::size_t i) -> auto& {
     return torch::autograd::impl::post_acc_grad_hooks(model->parameters()[i]);

@@ -8,7 +8,7 @@
 
 #include <limits>
 
-// What users get wrong: each is an error that names the fix, and afterwards nothing is half-changed.
+// Mistakes of users: each is an error that names the fix, and leaves nothing half-changed.
 
 namespace ga = gradaccum;
 using namespace testing;
@@ -81,11 +81,11 @@ TEST_CASE("misuse: weights out of range change nothing") {
   for (double weight : {-1.0, std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN()})
     REQUIRE_ERROR("Loss: items must be finite and >= 0, got", f.optimizer.backward({f.loss(), weight}));
   CHECK_FALSE(f.model->parameters()[0].grad().defined());
-  f.micro_batch();  // the plain form is still free
+  f.micro_batch();  // the plain form is still allowed
   CHECK(f.optimizer.micro_steps() == 1);
 }
 
-TEST_CASE("misuse: a loss that is no loss") {
+TEST_CASE("misuse: values that are not a loss") {
   Fixture f;
   REQUIRE_ERROR("Loss: the mean must have one element, got shape [2]", f.optimizer.backward(torch::ones({2})));
   REQUIRE_ERROR("got an undefined tensor", f.optimizer.backward(at::Tensor()));
@@ -95,7 +95,7 @@ TEST_CASE("misuse: a loss that is no loss") {
   CHECK(f.optimizer.micro_steps() == 1);
 }
 
-TEST_CASE("misuse: model->zero_grad() inside a window is noticed, by step, backward and flush") {
+TEST_CASE("misuse: model->zero_grad() inside a window is detected, by step, backward and flush") {
   for (int where = 0; where < 4; ++where) {
     Fixture f;
     f.micro_batch();
@@ -113,14 +113,14 @@ TEST_CASE("misuse: model->zero_grad() inside a window is noticed, by step, backw
   }
 }
 
-TEST_CASE("misuse: model->zero_grad(false) inside a window is noticed, too") {
+TEST_CASE("misuse: model->zero_grad(false) inside a window is detected") {
   Fixture f;
   f.micro_batch();
   f.model->zero_grad(/*set_to_none=*/false);
   REQUIRE_ERROR("vanished inside a window", f.micro_batch());
 }
 
-TEST_CASE("misuse: model->zero_grad() between windows is fine") {
+TEST_CASE("misuse: model->zero_grad() between windows is allowed") {
   Fixture f;
   for (int window = 0; window < 2; ++window) {
     for (int i = 0; i < 3; ++i) f.micro_batch(i);
@@ -161,7 +161,7 @@ TEST_CASE("misuse: both forms of backward in one micro-batch") {
   }
 }
 
-TEST_CASE("misuse: in a weighted window gradients set to zero in place are noticed, between windows they are fine") {
+TEST_CASE("misuse: in a weighted window zeroing gradients in place is detected, between windows it is allowed") {
   Fixture f;
   f.optimizer.backward(f.loss());
   f.optimizer.step();
@@ -175,7 +175,7 @@ TEST_CASE("misuse: in a weighted window gradients set to zero in place are notic
   CHECK(f.optimizer.updates() == 2);
 }
 
-TEST_CASE("misuse: a step that no backward precedes in a weighted window") {
+TEST_CASE("misuse: a step without backward in a weighted window") {
   Fixture f;
   f.optimizer.backward(f.loss());
   f.optimizer.step();
@@ -220,10 +220,10 @@ TEST_CASE("misuse: a second backward before step") {
   f.optimizer.backward(f.loss());
   REQUIRE_ERROR("backward() was called twice before step(); add the losses", f.optimizer.backward(f.loss(1)));
   f.optimizer.step();
-  CHECK(f.optimizer.micro_steps() == 1);  // the first one stands
+  CHECK(f.optimizer.micro_steps() == 1);  // the first one counts
 }
 
-TEST_CASE("misuse: values inside a window, where sums are still to come") {
+TEST_CASE("misuse: values inside a window, whose sums are incomplete") {
   Fixture f;
   f.loss().backward();
   REQUIRE_ERROR("inside `if (optimizer.ready())`", f.optimizer.gradients().values());
@@ -246,11 +246,11 @@ TEST_CASE("misuse: a handle of a closed window") {
   REQUIRE_ERROR("Gradients: this window is closed", handle.values());
   REQUIRE_ERROR("Gradients: this window is closed", handle.raw());
   REQUIRE_ERROR("Gradients: this window is closed", handle.factor());
-  CHECK(handle.norm().item<double>() == 0.0);  // as when it was last asked
+  CHECK(handle.norm().item<double>() == 0.0);  // as when it was last read
   CHECK_FALSE(f.optimizer.gradients().closed());
 }
 
-TEST_CASE("misuse: an exception inside backward spoils the window until it is discarded") {
+TEST_CASE("misuse: an exception inside backward invalidates the window until it is discarded") {
   Fixture f;
   f.optimizer.backward(f.loss());
   f.optimizer.step();
@@ -296,7 +296,7 @@ TEST_CASE("misuse: LBFGS behind a reference, and a class derived from it") {
     REQUIRE_ERROR("must not be LBFGS", ga::GradAccumulator(*behind));
 }
 
-TEST_CASE("misuse: an accumulator that never moves anything says why, once") {
+TEST_CASE("misuse: an accumulator that never updates anything says why, once") {
   const auto warnings_of = [](auto&& use) {
     const testing::Warnings warnings;
     {
@@ -333,12 +333,12 @@ TEST_CASE("misuse: an accumulator that never moves anything says why, once") {
 
   CHECK(warnings_of([](Fixture&) {}).empty());
   CHECK(warnings_of([](Fixture& f) {
-          for (int i = 0; i < 4; ++i) {  // the fourth is a tail that is left
+          for (int i = 0; i < 4; ++i) {  // the fourth is an unflushed tail
             f.micro_batch(i);
             f.optimizer.zero_grad();
           }
         }).empty());
-  CHECK(warnings_of([](Fixture& f) {  // an accumulator that was moved has nothing to say
+  CHECK(warnings_of([](Fixture& f) {  // no warning from a moved accumulator
           ga::GradAccumulator other(std::move(f.optimizer));
           f.loss().backward();
           other.step();
@@ -359,7 +359,7 @@ TEST_CASE("misuse: an accumulator that never moves anything says why, once") {
   REQUIRE_ERROR("GradAccumulator: the optimizer must have parameters to step", nothing.step());
 }
 
-TEST_CASE("misuse: a target that is broadcast against the output is named, once") {
+TEST_CASE("misuse: a target that is broadcast against the output is reported, once") {
   Fixture f;
   const auto warnings_of = [&](at::Tensor output, at::Tensor target) {
     const testing::Warnings warnings;

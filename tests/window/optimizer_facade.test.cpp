@@ -9,8 +9,8 @@
 #include <sstream>
 #include <type_traits>
 
-// PyTorch's way of writing C++ programs works with the drop-in: a `Net model;` by value, functions that take a
-// `torch::optim::Optimizer&`, LibTorch's schedulers, torch::save and torch::load.
+// The accumulator works in programs that are written as PyTorch's C++ examples: a `Net model;` by value, functions that
+// take a `torch::optim::Optimizer&`, LibTorch's schedulers, torch::save and torch::load.
 
 namespace ga = gradaccum;
 using namespace testing;
@@ -27,7 +27,7 @@ struct Net : torch::nn::Module {
   torch::nn::Linear fc1, fc2;
 };
 
-// As in pytorch/examples: the function knows nothing of windows.
+// Trains as in pytorch/examples, without code for windows.
 void train(Net& model, const std::vector<Example>& data, torch::optim::Optimizer& optimizer) {
   model.train();
   for (auto& batch : data) {
@@ -63,7 +63,7 @@ TEST_CASE("facade: a function that takes an Optimizer& trains in windows") {
   }
   CHECK(optimizer.updates() == 6);
   CHECK(distance(flat_of(accumulated), flat_of(large)) < 1e-12);
-  CHECK_FALSE(accumulated.parameters()[0].grad().defined());  // its step clears: its zero_grad cannot
+  CHECK_FALSE(accumulated.parameters()[0].grad().defined());  // cleared by step, because zero_grad is not virtual
 }
 
 TEST_CASE("facade: StepLR reaches the wrapped optimizer") {
@@ -82,7 +82,7 @@ TEST_CASE("facade: StepLR reaches the wrapped optimizer") {
   CHECK(sgd.param_groups()[0].options().get_lr() == 0.1);  // LibTorch's first step() changes nothing
 }
 
-TEST_CASE("facade: whoever set the learning rate last is heard") {
+TEST_CASE("facade: the last change of the learning rate counts") {
   auto model = make_model();
   torch::optim::SGD sgd(model->parameters(), 0.4);
   ga::GradAccumulator accumulator(sgd);
@@ -96,7 +96,7 @@ TEST_CASE("facade: whoever set the learning rate last is heard") {
   CHECK(facade.param_groups()[0].options().get_lr() == 0.2);
 }
 
-TEST_CASE("facade: zero_grad through it is harmless, a closure is called, a group added to it trains") {
+TEST_CASE("facade: zero_grad through it has no effect in a window, a closure is called, and an added group trains") {
   auto late = torch::zeros({1}, at::kDouble).set_requires_grad(true),
        first = late.detach().clone().set_requires_grad(true);
   torch::optim::SGD sgd({first}, torch::optim::SGDOptions(1.0));
@@ -117,7 +117,7 @@ TEST_CASE("facade: zero_grad through it is harmless, a closure is called, a grou
   CHECK(sgd.param_groups().size() == 2);
 }
 
-TEST_CASE("facade: it shows the parameters, and takes nothing from a window when it clears them") {
+TEST_CASE("facade: it lists the parameters, and clearing their gradients through it keeps the window") {
   const auto data = make_batches(std::vector<std::int64_t>(8, 5));
   auto large = make_model(), by_itself = make_model();
   using Options = torch::optim::AdamOptions;
@@ -159,7 +159,7 @@ TEST_CASE("facade: it shows the parameters, and takes nothing from a window when
   CHECK(torch::equal(flat(model), flat(by_itself)));
 }
 
-TEST_CASE("facade: options that are set through it reach the wrapped optimizer, and the reverse") {
+TEST_CASE("facade: options set through it reach the wrapped optimizer, and the reverse") {
   auto parameter = torch::zeros({8, 8}).set_requires_grad(true);
   const auto check = [&](auto optimizer, auto set, auto get) {
     ga::GradAccumulator accumulator(optimizer);
@@ -207,7 +207,7 @@ TEST_CASE("facade: options that are set through it reach the wrapped optimizer, 
       [](OptimizerOptions& o) { return static_cast<ga::optim::AdafactorOptions&>(o).weight_decay(); });
 }
 
-TEST_CASE("facade: parameters that are changed through it are refused") {
+TEST_CASE("facade: changing parameters through it is refused") {
   auto model = make_model();
   torch::optim::SGD sgd(model->parameters(), 0.4);
   ga::GradAccumulator accumulator(sgd, {.steps = 2});
@@ -232,7 +232,7 @@ TEST_CASE("facade: saving in the middle of a window is refused, in both ways") {
   torch::save(facade, file);
 }
 
-TEST_CASE("facade: what is saved has the learning rate that a scheduler has just set") {
+TEST_CASE("facade: saves the learning rate that a scheduler has just set") {
   auto model = make_model();
   torch::optim::SGD sgd(model->parameters(), 0.4), other(make_model()->parameters(), 0.9),
       third(make_model()->parameters(), 0.9);
@@ -250,7 +250,7 @@ TEST_CASE("facade: what is saved has the learning rate that a scheduler has just
   CHECK(third.param_groups()[0].options().get_lr() == 0.2);
 }
 
-TEST_CASE("facade: save and load are the wrapped optimizer's") {
+TEST_CASE("facade: save and load use the wrapped optimizer's state") {
   const auto data = make_batches({5, 5, 5, 5});
   auto model = make_model();
   torch::optim::AdamW adamw(model->parameters(), torch::optim::AdamWOptions(1e-2));
@@ -269,11 +269,11 @@ TEST_CASE("facade: save and load are the wrapped optimizer's") {
   torch::load(static_cast<torch::optim::Optimizer&>(around), file);
   CHECK(static_cast<torch::optim::AdamWParamState&>(*restored.state().begin()->second).step() == 2);
   CHECK(restored.param_groups()[0].options().get_lr() == 1e-2);
-  around.step();  // and the facade does not bring the old rate back
+  around.step();  // does not restore the old rate
   CHECK(restored.param_groups()[0].options().get_lr() == 1e-2);
 }
 
-TEST_CASE("facade: around an optimizer of the user's own, whose options tell no learning rate") {
+TEST_CASE("facade: around a user's optimizer, whose options have no learning rate") {
   struct Options : torch::optim::OptimizerCloneableOptions<Options> {};
   struct Own : torch::optim::Optimizer {
     explicit Own(std::vector<at::Tensor> p)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// GradAccumulator with in_backward, against the same loop without.
+// Compares GradAccumulator with in_backward to the same loop without it.
 #include "support/catch.hpp"
 
 #include <gradaccum/amp_scaler.hpp>
@@ -35,7 +35,7 @@ using torch::nn::Linear;
 using torch::nn::Sequential;
 using Slot = std::unique_ptr<torch::autograd::PostAccumulateGradHook>;
 
-constexpr std::int64_t wide = 300;  // 90'000 elements a matrix: stepped as soon as its gradient is there
+constexpr std::int64_t wide = 300;  // 90'000 elements: large enough to be updated within backward
 
 Sequential wide_model(at::ScalarType dtype = at::kFloat) {
   torch::manual_seed(2);
@@ -45,7 +45,7 @@ Sequential wide_model(at::ScalarType dtype = at::kFloat) {
   return model;
 }
 
-/// The optimizer's state in the order of the parameters.
+/// Returns the optimizer's state in the order of the parameters.
 template <class Optimizer>
 Parameters state_of(const Optimizer& optimizer, const Parameters& parameters) {
   torch::OrderedDict<std::string, at::Tensor> named;
@@ -59,7 +59,7 @@ bool equal(const Parameters& a, const Parameters& b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](auto& x, auto& y) { return at::equal(x, y); });
 }
 
-/// What a training leaves behind: the parameters to the bit, the optimizer's state, and what the calls said.
+/// The results of a training: the parameters' bits, the optimizer's state, and return values.
 struct Outcome {
   at::Tensor parameters;
   Parameters state;
@@ -71,7 +71,7 @@ bool operator==(const Outcome& a, const Outcome& b) {
          a.updates == b.updates;
 }
 
-/// Micro-batches weighted by their rows; the last window is a shorter one, and flushed.
+/// Trains with micro-batches weighted by their rows; the last window is shorter, and flushed.
 template <class Optimizer, class Options>
 Outcome trained(Sequential model, Options options, ga::GradAccumulatorOptions how,
                 const std::vector<Example>& batches) {
@@ -108,7 +108,7 @@ std::vector<const void*> hooks_of(const torch::nn::Sequential& model) {
   return hooks;
 }
 
-/// Runs a function when the gradient is there.
+/// Calls a function after the gradient is accumulated.
 struct Listener : torch::autograd::PostAccumulateGradHook {
   explicit Listener(std::function<void(const at::Tensor&)> f) : call(std::move(f)) {}
   void operator()(const at::Tensor& parameter) override { call(parameter); }
@@ -133,7 +133,7 @@ struct Probe : torch::autograd::Function<Probe> {
 
 struct Rig {
   explicit Rig(ga::GradAccumulatorOptions options) : accumulator(optimizer, options), before(flat(model)) {}
-  /// Calls a function in backward when the gradients of all but the first layer are there.
+  /// Calls a function in backward when the gradients of all but the first layer are complete.
   at::Tensor forward_with(at::Tensor x, std::function<void()>& call) {
     std::size_t layer = 0;
     for (auto& module : *model) {
@@ -153,17 +153,18 @@ struct Rig {
 
 }  // namespace
 
-TEST_CASE("in_backward: to the bit the ordinary step, by any optimizer and window") {
+TEST_CASE("in_backward: bitwise the ordinary step, with any optimizer and window") {
   const auto steps = GENERATE(1, 4);
   check_same<ga::optim::SGD>(SGDOptions(0.1).momentum(0.9).weight_decay(0.1), steps);
   check_same<ga::optim::Adam>(AdamOptions(0.01).weight_decay(0.1).amsgrad(true), steps);
   check_same<ga::optim::AdamW>(AdamWOptions(0.01), steps);
 }
 
-TEST_CASE("in_backward: parameters move within the backward that fills the window, and their gradients are freed") {
+TEST_CASE(
+    "in_backward: parameters are updated within the backward that fills the window, and their gradients are freed") {
   Rig rig({.steps = 2, .in_backward = true});
   const auto parameters = rig.model->parameters();
-  const auto last = parameters[4].detach().clone();  // the first wide one to get its gradient
+  const auto last = parameters[4].detach().clone();  // the first wide one with a gradient
   int seen = 0;
   bool moved = false, freed = false;
   listen(parameters[0], [&](const at::Tensor&) {
@@ -182,7 +183,7 @@ TEST_CASE("in_backward: parameters move within the backward that fills the windo
   CHECK(rig.accumulator.updates() == 0);
   CHECK(rig.accumulator.step());
   CHECK(rig.accumulator.updates() == 1);
-  CHECK(at::equal(flat(rig.model), after));  // and not once more
+  CHECK(at::equal(flat(rig.model), after));  // no second update
 }
 
 TEST_CASE("in_backward: weights of 0, also of the last micro-batch") {
@@ -202,7 +203,7 @@ TEST_CASE("in_backward: weights of 0, also of the last micro-batch") {
   CHECK(run(true) == run(false));
 }
 
-TEST_CASE("in_backward: parameters that the last micro-batch does not reach are stepped when the window closes") {
+TEST_CASE("in_backward: parameters that the last micro-batch does not reach are updated when the window closes") {
   const auto accumulate_in = GENERATE(std::optional<at::ScalarType>(), std::optional<at::ScalarType>(at::kFloat));
   const auto run = [&](bool in_backward, bool both) {
     torch::manual_seed(3);
@@ -262,7 +263,7 @@ TEST_CASE("in_backward: stochastic rounding draws the same numbers") {
   CHECK_FALSE(at::equal(run(true, 1), run(false, 2)));
 }
 
-TEST_CASE("in_backward: sparse gradients, frozen and tied parameters, groups with options of their own") {
+TEST_CASE("in_backward: sparse gradients, frozen and tied parameters, groups with separate options") {
   const auto run = [](bool in_backward, double second_rate) {
     torch::manual_seed(4);
     torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(500, wide).sparse(true));
@@ -291,7 +292,7 @@ TEST_CASE("in_backward: sparse gradients, frozen and tied parameters, groups wit
   CHECK_FALSE(at::equal(run(true, 0.1), run(false, 0.2)));
 }
 
-TEST_CASE("in_backward: checkpointed blocks see their parameters unchanged when they run again") {
+TEST_CASE("in_backward: checkpointed blocks are recomputed with unchanged parameters") {
   const auto run = [](int kind, bool in_backward) {
     auto model = wide_model();
     torch::nn::Sequential stages;
@@ -317,7 +318,7 @@ TEST_CASE("in_backward: checkpointed blocks see their parameters unchanged when 
 
 TEST_CASE("in_backward: retain_graph, as far as LibTorch allows") {
   Rig rig({.steps = 2, .in_backward = true}), peer({.steps = 2});
-  for (auto* each : {&rig, &peer}) {  // twice the same graph, while nothing moves between
+  for (auto* each : {&rig, &peer}) {  // the same graph twice, without an update in between
     const auto loss = loss_of(each->model, each->batches[0]);
     each->accumulator.backward(loss, /*retain_graph=*/true);
     each->accumulator.step();
@@ -330,7 +331,7 @@ TEST_CASE("in_backward: retain_graph, as far as LibTorch allows") {
   CHECK(at::equal(flat(rig.model), flat(peer.model)));
 }
 
-TEST_CASE("in_backward: discard() inside a window, and add_param_group and set_steps between") {
+TEST_CASE("in_backward: discard() inside a window, and add_param_group and set_steps between windows") {
   const auto run = [](bool in_backward) {
     Rig rig({.steps = 2, .in_backward = in_backward});
     auto& optimizer = rig.accumulator;
@@ -369,7 +370,7 @@ TEST_CASE("in_backward: an accumulator behind a torch::optim::Optimizer&") {
     }
   }
   CHECK(at::equal(flat(rig.model), flat(peer.model)));
-  CHECK(rig.accumulator.param_groups()[0].options().get_lr() == 0.01 / 4);  // its first step does nothing
+  CHECK(rig.accumulator.param_groups()[0].options().get_lr() == 0.01 / 4);  // the scheduler's first step does nothing
 
   torch::optim::Optimizer& behind = rig.accumulator;
   rig.before = flat(rig.model);
@@ -410,7 +411,7 @@ TEST_CASE("in_backward: two optimizers over two parts of a model") {
   CHECK_FALSE(at::equal(run(true, true, true), run(false, false, false)));
 }
 
-TEST_CASE("in_backward: other hooks still run, before the step, and are there afterwards") {
+TEST_CASE("in_backward: other hooks still run, before the step, and remain afterwards") {
   Rig rig({.steps = 2, .in_backward = true});
   const auto parameter = rig.model->parameters()[2];
   int calls = 0;
@@ -432,7 +433,7 @@ TEST_CASE("in_backward: other hooks still run, before the step, and are there af
   CHECK_FALSE(at::equal(parameter, before));
 }
 
-TEST_CASE("in_backward: no more than one large gradient is held, and 12 bytes a parameter in all") {
+TEST_CASE("in_backward: at most one large gradient is held, and 12 bytes per parameter in all") {
   constexpr std::int64_t layers = 24, size = 512, one = size * size;
   const auto peak = [&](bool in_backward) {
     const auto x = torch::randn({1, size});
@@ -457,7 +458,7 @@ TEST_CASE("in_backward: no more than one large gradient is held, and 12 bytes a 
   CHECK(ordinary - early >= 4 * (layers - 2) * one);
 }
 
-TEST_CASE("in_backward: a thousand windows in the same memory") {
+TEST_CASE("in_backward: a thousand windows need the same memory") {
   auto model = make_model(at::kFloat);
   ga::optim::AdamW adamw(model->parameters(), AdamWOptions(0.01));
   const auto batch = make_batches({3}, at::kFloat)[0];
@@ -474,7 +475,7 @@ TEST_CASE("in_backward: a thousand windows in the same memory") {
   CHECK(optimizer.updates() == 1000);
 }
 
-TEST_CASE("in_backward: what needs all gradients at once is refused before anything moves") {
+TEST_CASE("in_backward: operations that need all gradients together are refused before any update") {
   Rig rig({.steps = 2, .in_backward = true});
   auto& optimizer = rig.accumulator;
   const auto loss = [&] { return loss_of(rig.model, rig.batches[0]); };
@@ -509,7 +510,7 @@ TEST_CASE("in_backward: what needs all gradients at once is refused before anyth
   CHECK_FALSE(rig.untouched());
 }
 
-TEST_CASE("in_backward: a loss that was scaled by hand is found out by the scaler, though late") {
+TEST_CASE("in_backward: a loss that was scaled by hand is detected by the scaler, after the update") {
   Rig rig({.in_backward = true});
   ga::AmpScaler scaler;
   rig.accumulator.backward(scaler.scale(loss_of(rig.model, rig.batches[0])));
@@ -517,7 +518,7 @@ TEST_CASE("in_backward: a loss that was scaled by hand is found out by the scale
   REQUIRE_ERROR("with in_backward, the gradients of this window were freed", scaler.unscale_(rig.accumulator));
 }
 
-TEST_CASE("in_backward: gradients that are gone are not given out as none") {
+TEST_CASE("in_backward: reading freed gradients is an error") {
   Rig rig({.in_backward = true});
   auto held = rig.accumulator.gradients();
   rig.accumulator.backward(loss_of(rig.model, rig.batches[0]));
@@ -588,7 +589,7 @@ TEST_CASE("in_backward: an exception in the middle") {
   CHECK(rig.accumulator.step());
 }
 
-TEST_CASE("in_backward: an exception before the first step is an ordinary one") {
+TEST_CASE("in_backward: an exception before the first update changes no parameter") {
   Rig rig({.in_backward = true});
   std::function<void()> throws = [] { TORCH_CHECK(false, "from backward"); };
   const auto message =
@@ -603,7 +604,7 @@ TEST_CASE("in_backward: a gradient that arrives twice in one pass is an error") 
   Rig rig({.in_backward = true});
   const auto parameters = rig.model->parameters();
   const auto hooks = hooks_of(rig.model);
-  const auto which = GENERATE(std::size_t(4), std::size_t(5));  // of those stepped at once, and of those that wait
+  const auto which = GENERATE(std::size_t(4), std::size_t(5));  // updated within backward, and when the window closes
   std::function<void()> backward_inside = [&] {
     at::AutoGradMode with_gradients(true);
     parameters[which].sum().backward();
@@ -611,7 +612,7 @@ TEST_CASE("in_backward: a gradient that arrives twice in one pass is an error") 
   const auto loss = [&] {
     return torch::mse_loss(rig.forward_with(rig.batches[0].data, backward_inside), rig.batches[0].target);
   };
-  loss().backward();  // as such it is allowed
+  loss().backward();  // allowed without in_backward
   rig.accumulator.zero_grad();
   REQUIRE_ERROR("arrived twice in one pass: an operation runs its own backward inside",
                 rig.accumulator.backward(loss()));
@@ -621,7 +622,7 @@ TEST_CASE("in_backward: a gradient that arrives twice in one pass is an error") 
   CHECK(rig.accumulator.step());
 }
 
-TEST_CASE("in_backward: discard() inside of the pass leaves what is yet to come alone") {
+TEST_CASE("in_backward: discard() inside of the pass ignores later gradients") {
   Rig rig({.in_backward = true});
   const auto first = rig.model->parameters()[0].detach().clone();
   listen(rig.model->parameters()[2], [&](const at::Tensor&) { rig.accumulator.discard(); });
@@ -632,7 +633,7 @@ TEST_CASE("in_backward: discard() inside of the pass leaves what is yet to come 
   CHECK(hooks_of(rig.model) == hooks);
 }
 
-TEST_CASE("step_in_backward: gradients arrive from several threads at once") {
+TEST_CASE("step_in_backward: gradients arrive from several threads simultaneously") {
   torch::manual_seed(6);
   Parameters parameters, expected;
   for (int i = 0; i < 64; ++i) parameters.push_back(leaf(torch::randn({i % 3 == 0 ? 70'000 : 500})));

@@ -7,14 +7,14 @@
 
 #include <limits>
 
-// Optimizers that take the deferred factor, by themselves or behind a reference; and windows that must be finite.
+// Optimizers that take the deferred factor, directly or behind a reference; and windows that must be finite.
 
 namespace ga = gradaccum;
 using namespace testing;
 
 namespace {
 
-// SGD that multiplies by the factor in its own pass, and remembers what it was given.
+// SGD that multiplies by the factor in its own pass, and records its arguments.
 struct TakingSGD : torch::optim::SGD, ga::TakesGradients {
   using SGD::SGD;
   at::Tensor step(LossClosure closure = nullptr) override { return SGD::step(closure); }
@@ -27,7 +27,7 @@ struct TakingSGD : torch::optim::SGD, ga::TakesGradients {
   int taken = 0;
 };
 
-// The same without LibTorch's base class.
+// A class like TakingSGD without LibTorch's base class.
 struct Plain {
   std::vector<torch::optim::OptimizerParamGroup> groups;
   int stepped = 0, taken = 0;
@@ -46,7 +46,7 @@ double moved_by(Optimizer& optimizer, at::Tensor parameter) {
     (parameter * slope).sum().backward();
     accumulator.step();
   }
-  CHECK(parameter.grad()[0].template item<double>() == 6.0);  // left as it was: the sum
+  CHECK(parameter.grad()[0].template item<double>() == 6.0);  // unchanged: the sum
   return -parameter[0].template item<double>();
 }
 
@@ -77,7 +77,7 @@ TEST_CASE("takes_gradients: a class without virtual functions") {
   CHECK(plain.stepped == 0);
 }
 
-TEST_CASE("take_step: where all must be finite, an overflow discards the window and moves nothing") {
+TEST_CASE("take_step: with require_finite, an overflow discards the window and changes nothing") {
   for (bool overflow : {false, true})
     for (bool taking : {false, true}) {
       auto parameter = torch::zeros({2}).set_requires_grad(true);
@@ -96,7 +96,7 @@ TEST_CASE("take_step: where all must be finite, an overflow discards the window 
       CHECK(handle.found_inf().item<float>() == float(overflow));
       CHECK(accumulator.updates() == !overflow);
       CHECK(parameter[0].item<float>() == (overflow ? 0.0f : -2.0f));
-      CHECK(parameter.grad().defined() == !overflow);  // discarded: cleared at once
+      CHECK(parameter.grad().defined() == !overflow);  // a discarded window is cleared immediately
       CHECK(plain.state().empty() == (taking || overflow));
       CHECK(takes.taken == (taking && !overflow));
     }

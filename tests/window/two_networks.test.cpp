@@ -5,7 +5,7 @@
 
 #include "support/models.hpp"
 
-// A small GAN: the generator's loss goes through the discriminator, whose gradients must not hear of it.
+// A small GAN: the generator's loss passes through the discriminator, whose gradients must not change.
 
 namespace ga = gradaccum;
 using namespace testing;
@@ -50,7 +50,7 @@ at::Tensor of_large_batches(const std::vector<Example>& data, std::size_t steps)
   return gan.parameters();
 }
 
-/// Runs `train(gan, d_optimizer, g_optimizer, batch)` for all batches.
+/// Calls `train(gan, d_optimizer, g_optimizer, batch)` for all batches, and returns the parameters.
 template <class Train>
 at::Tensor of_windows(const std::vector<Example>& data, const Train& train) {
   Gan gan;
@@ -62,7 +62,7 @@ at::Tensor of_windows(const std::vector<Example>& data, const Train& train) {
 
 }  // namespace
 
-TEST_CASE("two networks: windows of a GAN are its large batches") {
+TEST_CASE("two networks: windows of a GAN equal its large batches") {
   const auto data = make_batches(std::vector<std::int64_t>(12, 5));
   const auto expected = of_large_batches(data, 4);
 
@@ -91,12 +91,12 @@ TEST_CASE("two networks: windows of a GAN are its large batches") {
     d.step();
     gan.g_loss(batch).backward();
     g.step();
-    if (d.micro_steps() == 0) d.zero_grad(), g.zero_grad();  // asked only where it clears
+    if (d.micro_steps() == 0) d.zero_grad(), g.zero_grad();  // called only where it clears
   });
   CHECK(distance(mixed, expected) > 1e-3);
 }
 
-TEST_CASE("two networks: a backward that comes along in the other's window is noticed") {
+TEST_CASE("two networks: a backward in the other network's window is detected") {
   const auto data = make_batches({5, 5, 5, 5});
   Gan gan;
   ga::GradAccumulator d(gan.d_adam, {.steps = 4}), g(gan.g_adam, {.steps = 4});

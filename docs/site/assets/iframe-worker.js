@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The site opened from the disk: browsers start no workers there, and the theme's search is one. A frame runs it instead.
+// Browsers start no workers on pages opened from the disk, and the theme's search is a worker. This runs it in a frame.
 if (location.protocol === "file:") {
   class IFrameWorker extends EventTarget {
     onmessage = null
     onerror = null
     #frame = document.createElement("iframe")
-    #waiting = []  // what was said before the script had been read
+    #waiting = []  // messages sent before the script was loaded
 
     constructor(url) {
       super()

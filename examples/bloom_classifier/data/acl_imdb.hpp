@@ -18,7 +18,7 @@ inline constexpr std::uint64_t max_review_bytes = std::uint64_t{1} << 20;
 
 namespace detail {
 
-/// The *.txt of a folder by name, so that their order is the same on every machine.
+/// Lists a folder's *.txt by name, so that their order is the same on every machine.
 inline std::vector<std::filesystem::path> texts_in(const std::filesystem::path& folder) {
   std::error_code error;
   if (!std::filesystem::is_directory(folder, error))
@@ -47,13 +47,13 @@ inline void read_texts(const std::filesystem::path& folder, std::int64_t label, 
 
 }  // namespace detail
 
-/// Reads the folders of the Large Movie Review Dataset (aclImdb): `neg` (label 0) and `pos` (label 1) with a review a
-/// file, *.txt; of both `train` and `test`, or, given one of these two, of that one.
+/// Reads the folders of the Large Movie Review Dataset (aclImdb): `neg` (label 0) and `pos` (label 1) with one review
+/// per file, *.txt. Reads both `train` and `test`, or the one that is given.
 ///
 ///     const auto all = bloom::read_acl_imdb("aclImdb");          // 50,000
 ///     const auto train = bloom::read_acl_imdb("aclImdb/train");  // 25,000
 ///
-/// Files are UTF-8, and come in the order of their names. Those with nothing but white space are skipped and counted.
+/// Files are UTF-8, and are sorted by name. Those with only white space are skipped and counted.
 /// @throws std::runtime_error naming the file or folder, the requirement and the value.
 inline Reviews read_acl_imdb(const std::filesystem::path& directory) {
   const bool is_part = std::filesystem::exists(directory / "neg") || std::filesystem::exists(directory / "pos");

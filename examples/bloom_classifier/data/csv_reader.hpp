@@ -13,7 +13,7 @@
 
 namespace bloom {
 
-/// What a file from elsewhere may ask of memory.
+/// Limits the memory that an untrusted file can take.
 struct CsvLimits {
   std::uint64_t file_bytes = std::uint64_t{1} << 30;
   std::size_t field_bytes = std::size_t{1} << 20;
@@ -38,7 +38,7 @@ class CsvReader {
     if (bytes_.substr(0, 3) == "\xEF\xBB\xBF") at_ = 3;
   }
 
-  /// Puts the next row into `row`, whose memory is used again; false at the end.
+  /// Reads the next row into `row`, whose memory is reused; returns false at the end.
   bool next(std::vector<std::string>& row) {
     begin_row();
     if (at_ == bytes_.size()) return false;
@@ -53,7 +53,7 @@ class CsvReader {
     return true;
   }
 
-  /// Where the last row began, from 1 on.
+  /// Returns the line where the last row began, counted from 1.
   std::int64_t line() const { return line_; }
 
   /// Throws an error about the last row.
@@ -86,13 +86,13 @@ class CsvReader {
     check_utf8(field, name_ + ": line " + std::to_string(line_));
   }
 
-  /// From behind the opening quote to behind the closing one.
+  /// Reads from after the opening quote to after the closing one.
   void read_quoted(std::string& field) {
     for (bool is_doubled = true; is_doubled;) {
       const auto quote = bytes_.find('"', at_);
       if (quote == bytes_.npos) fail("a quoted field must be closed by a quote, but the file ends");
       is_doubled = quote + 1 < bytes_.size() && bytes_[quote + 1] == '"';
-      append_until(is_doubled ? quote + 1 : quote, field);  // of two quotes one is text
+      append_until(is_doubled ? quote + 1 : quote, field);  // a doubled quote is one quote of text
       ++at_;
     }
     if (at_ < bytes_.size() && !ends_plain_field(bytes_[at_]))
@@ -119,7 +119,7 @@ class CsvReader {
   std::string_view bytes_;
   std::string name_;
   CsvLimits limits_;
-  std::size_t at_ = 0;         // of the next byte
+  std::size_t at_ = 0;         // index of the next byte
   std::size_t row_begin_ = 0;  // lines are counted up to here
   std::int64_t line_ = 1;
 };

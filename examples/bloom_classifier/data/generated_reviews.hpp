@@ -18,23 +18,23 @@
 namespace bloom {
 
 struct GeneratedReviewsOptions {
-  double length_scale = 1;    ///< of IMDB's lengths: 0.1 makes reviews of 24 words, as the median
-  int max_opinions = 8;       ///< in a review: each calls something good or bad
-  int contrary_percent = 25;  ///< of opinions that are not what the label says; they stay a minority
-  int negated_percent = 25;   ///< of opinions that take the opposite word and "not"
-  std::int64_t names = 0;     ///< made-up ones, which make the vocabulary as rich as IMDB's; as frequent as words are
+  double length_scale = 1;    ///< relative to IMDB's lengths: 0.1 makes a median of 24 words
+  int max_opinions = 8;       ///< per review: each calls something good or bad
+  int contrary_percent = 25;  ///< of opinions that contradict the label; always a minority
+  int negated_percent = 25;   ///< of opinions that use the opposite word and "not"
+  std::int64_t names = 0;     ///< made-up names, which enlarge the vocabulary as in IMDB
 };
 
 namespace detail {
 
-/// The lengths of IMDB's reviews in tokens at 0/64, 1/64, ... 64/64 of them: exp(5.495 + 0.6465 z), where z is the
-/// standard normal distribution's quantile, within 10 and 1024. Whole numbers are the same on every machine.
+/// Quantiles 0/64, 1/64, ... 64/64 of the lengths of IMDB's reviews in tokens: exp(5.495 + 0.6465 z), where z is the
+/// standard normal distribution's quantile, within 10 and 1024. Integers are the same on every machine.
 inline constexpr std::array<std::uint64_t, 65> length_quantiles = {
     10,  60,  73,  82,  90,  97,  104, 110, 116, 121, 127, 132, 137, 142, 147, 152, 157, 162, 167, 172, 178, 183,
     188, 193, 198, 203, 209, 214, 220, 226, 231, 237, 243, 250, 256, 263, 270, 277, 284, 291, 299, 307, 316, 325,
     334, 344, 354, 365, 377, 389, 402, 417, 432, 449, 468, 489, 512, 539, 571, 609, 656, 719, 812, 980, 1024};
 
-/// Between two quantiles all lengths are equally likely.
+/// Draws a length. Between two quantiles all lengths are equally likely.
 inline std::uint64_t review_length(Random& random) {
   const auto i = static_cast<std::size_t>(random.below(length_quantiles.size() - 1));
   return length_quantiles[i] + random.below(length_quantiles[i + 1] - length_quantiles[i] + 1);
@@ -58,7 +58,7 @@ inline Words opinion(Random& random, bool is_good, bool is_negated) {
   return words;
 }
 
-/// "with Belano and Tirasu", where there is room.
+/// Adds names, as in "with Belano and Tirasu", if they fit.
 inline void add_names(Words& words, Random& random, std::size_t room, const MadeUpNames& names) {
   for (const auto* before : {"with", "and", "and"}) {
     if (words.size() + 2 > room || !random.percent(75)) return;
@@ -66,7 +66,7 @@ inline void add_names(Words& words, Random& random, std::size_t room, const Made
   }
 }
 
-/// A sentence of at most `room` words that says nothing about the label.
+/// Makes a sentence of at most `room` words that does not depend on the label.
 inline Words remark(Random& random, std::size_t room, const MadeUpNames& names) {
   static const std::array<Words, 4> shortest = {
       {{"anyway"}, {"and", "yet"}, {"so", "it", "goes"}, {"and", "so", "it", "goes"}}};
@@ -86,7 +86,7 @@ inline std::string sentence_of(const Words& words, Random& random) {
   return sentence + (random.percent(10) ? '!' : '.');
 }
 
-/// Opinions, most of them what the label says, among as many remarks as make up `length` words.
+/// Mixes opinions, most of which agree with the label, and remarks, `length` words in all.
 inline std::string review_text(Random& random, bool is_good, std::size_t length, const GeneratedReviewsOptions& options,
                                const MadeUpNames& names) {
   const auto most =
@@ -109,7 +109,7 @@ inline std::string review_text(Random& random, bool is_good, std::size_t length,
   random.shuffle(sentences);
   std::string text = sentences[0];
   for (std::size_t i = 1; i < sentences.size(); ++i)
-    (text += random.percent(15) ? "<br /><br />" : " ") += sentences[i];  // IMDB's line ends
+    (text += random.percent(15) ? "<br /><br />" : " ") += sentences[i];  // line breaks as in IMDB
   return text;
 }
 
@@ -130,11 +130,11 @@ inline void check_options(std::int64_t count, const GeneratedReviewsOptions& opt
 
 }  // namespace detail
 
-/// Made-up English reviews whose label can be learned, for trying a model without a data set.
+/// Generates English reviews whose label can be learned, to try a model without a data set.
 ///
 ///     auto reviews = bloom::generated_reviews(2000, 1, {.length_scale = 0.1});
 ///
-/// Label 1 where most opinions are good, 0 where most are bad; the labels take turns. Words alone mislead, as "was not
+/// The label is 1 if most opinions are good, 0 if most are bad; labels alternate. Single words mislead, as "was not
 /// great" is a bad opinion. Lengths in words are distributed as IMDB's in tokens, scaled; at least 10.
 /// A seed gives the same reviews everywhere.
 inline std::vector<Review> generated_reviews(std::int64_t count, std::uint64_t seed,

@@ -6,7 +6,7 @@
 
 namespace bloom {
 
-/// The vocabulary of generated_reviews, all in small letters.
+/// The vocabulary of generated_reviews, in lower case.
 inline constexpr std::array<std::string_view, 12> good_words = {"great",    "wonderful", "brilliant", "moving",
                                                                 "funny",    "charming",  "clever",    "delightful",
                                                                 "gripping", "beautiful", "original",  "memorable"};

@@ -12,8 +12,8 @@
 
 namespace bloom {
 
-/// Names such as Belano, each once. The k-th is 1/k as frequent as the first, which is how often words of a language
-/// occur (Zipf's law): a few are in every text, and new ones never end.
+/// Unique names such as Belano. The k-th is 1/k as frequent as the first, like the words of a language (Zipf's law): a
+/// few are in every text, and there are always new ones.
 class MadeUpNames {
  public:
   static constexpr std::int64_t most = 80 * 80 * 80;  // three syllables
@@ -22,7 +22,7 @@ class MadeUpNames {
     std::uint64_t sum = 0;
     for (std::uint64_t k = 1; k <= static_cast<std::uint64_t>(count); ++k) {
       names_.push_back(name(k));
-      sums_.push_back(sum += (std::uint64_t{1} << 40) / k);  // whole numbers are the same on every machine
+      sums_.push_back(sum += (std::uint64_t{1} << 40) / k);  // integers are the same on every machine
     }
   }
 
@@ -37,7 +37,7 @@ class MadeUpNames {
   static std::string name(std::uint64_t k) {
     constexpr std::string_view consonants = "bdfgklmnprstvzhj", vowels = "aeiou";
     constexpr auto end = static_cast<std::uint64_t>(most);
-    auto number = k * 314'159 % end;  // which has no factor of `most`: each number is there once
+    auto number = k * 314'159 % end;  // coprime to `most`, so each number occurs once
     std::string name;
     for (int syllable = 0; syllable < 3; ++syllable, number /= 80) {
       name += consonants[static_cast<std::size_t>(number % 80 / 5)];
@@ -48,7 +48,7 @@ class MadeUpNames {
   }
 
   std::vector<std::string> names_;
-  std::vector<std::uint64_t> sums_;  // of the frequencies up to each
+  std::vector<std::uint64_t> sums_;  // cumulative frequencies
 };
 
 }  // namespace bloom

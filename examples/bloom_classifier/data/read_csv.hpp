@@ -27,7 +27,7 @@ inline void check_column_names(const CsvReader& reader, std::vector<std::string>
   if (twice != names.end()) reader.fail("column names must differ, got ", shown(*twice), " twice");
 }
 
-/// The column with the first of these names that there is.
+/// Finds the column with the first of the wanted names that occurs.
 inline std::size_t find_column(const CsvReader& reader, const std::vector<std::string>& names,
                                std::initializer_list<const char*> wanted) {
   for (const auto* name : wanted) {
@@ -44,7 +44,7 @@ inline std::size_t find_column(const CsvReader& reader, const std::vector<std::s
 inline std::int64_t label_of(const CsvReader& reader, std::string_view field) {
   if (field == "negative") return 0;
   if (field == "positive") return 1;
-  std::int64_t label = -1;  // stays this where the number is too large
+  std::int64_t label = -1;  // unchanged if the number is too large
   const auto* end = field.data() + field.size();
   if (std::from_chars(field.data(), end, label).ptr != end || label < 0)
     reader.fail("a label must be an integer from 0 on, or negative or positive, got ", shown(field));
@@ -53,10 +53,10 @@ inline std::int64_t label_of(const CsvReader& reader, std::string_view field) {
 
 }  // namespace detail
 
-/// What is read of a CSV file: texts alone have the label 0.
+/// Selects the columns to read. Without labels all are 0.
 enum class Columns { text_and_label, text };
 
-/// The reviews in the bytes of a CSV file; `name` is for errors.
+/// Parses the bytes of a CSV file; `name` is for errors.
 inline Reviews parse_csv(std::string_view bytes, const std::string& name, const CsvLimits& limits = {},
                          Columns wanted = Columns::text_and_label) {
   CsvReader reader(bytes, name, limits);
@@ -90,8 +90,8 @@ inline Reviews parse_csv(std::string_view bytes, const std::string& name, const 
 ///     const auto reviews = bloom::read_csv("reviews.csv");
 ///     std::cout << reviews.rows.size() << " reviews, " << reviews.skipped << " without text\n";
 ///
-/// The columns of Kaggle's "IMDB Dataset.csv" will do as well: `review` and `sentiment`, which is negative (0) or
-/// positive (1). A row with nothing but white space for a text is skipped and counted, whatever its label.
+/// The columns of Kaggle's "IMDB Dataset.csv" also work: `review` and `sentiment`, which is negative (0) or positive
+/// (1). A row whose text is only white space is skipped and counted, whether or not its label is valid.
 /// @throws std::runtime_error naming the file, the line, the requirement and the value.
 inline Reviews read_csv(const std::filesystem::path& path, const CsvLimits& limits = {},
                         Columns wanted = Columns::text_and_label) {

@@ -11,7 +11,7 @@
 
 namespace bloom {
 
-/// A text and its class, from 0 on.
+/// A text and its class, counted from 0.
 struct Review {
   std::string text;
   std::int64_t label = 0;
@@ -20,19 +20,19 @@ struct Review {
 
 struct Reviews {
   std::vector<Review> rows;
-  std::int64_t skipped = 0;  ///< rows with nothing but white space for a text
+  std::int64_t skipped = 0;  ///< rows whose text is only white space
 };
 
-/// Throws unless all labels are below `label_count`. `name` is for the error: where the rows are from.
+/// Throws unless all labels are below `label_count`. `name` is the rows' source, for the error.
 inline void check_labels(const std::vector<Review>& rows, std::int64_t label_count, const std::string& name) {
   for (const auto& row : rows)
     if (row.label < 0 || row.label >= label_count)
       data_error(name, "labels must be 0 to ", label_count - 1, ", got ", row.label, " for ", shown(row.text));
 }
 
-/// How many labels there are: 0, 1, ... with none left out, and at least two.
+/// Returns the number of labels. They must be 0, 1, ... without gaps, and at least two.
 inline std::int64_t count_labels(const std::vector<Review>& rows, const std::string& name) {
-  std::vector<bool> occurs(rows.size());  // a label beyond this one cannot have all those below it
+  std::vector<bool> occurs(rows.size());  // a larger label implies a gap
   for (const auto& row : rows) {
     if (row.label < 0) data_error(name, "labels must not be negative, got ", row.label);
     if (const auto label = static_cast<std::size_t>(row.label); label < occurs.size()) occurs[label] = true;

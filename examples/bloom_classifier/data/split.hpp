@@ -21,7 +21,7 @@ struct Split {
 ///
 ///     auto parts = bloom::split(bloom::read_csv("reviews.csv").rows, 123);
 ///
-/// A seed gives the same parts everywhere. Each row is in one of them; what does not divide by 10 goes to train.
+/// The parts depend only on rows and seed. Each row is in one of them; the remainder goes to train.
 inline Split split(std::vector<Review> rows, std::uint64_t seed) {
   constexpr std::size_t min_rows = 10;
   if (rows.size() < min_rows)

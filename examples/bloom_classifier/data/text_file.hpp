@@ -14,7 +14,7 @@
 
 namespace bloom {
 
-/// Throws an error that says where, what must hold, and what is there instead.
+/// Throws an error with the location, the requirement and the value.
 template <class... Parts>
 [[noreturn]] void data_error(const std::string& where, const Parts&... parts) {
   std::ostringstream message;
@@ -23,20 +23,20 @@ template <class... Parts>
   throw std::runtime_error(message.str());
 }
 
-/// A value as errors show it: in quotes, at most 40 bytes of it, and nothing that would control a terminal.
+/// Formats a value for errors: in quotes, at most 40 bytes, without control characters.
 inline std::string shown(std::string_view value) {
   constexpr std::size_t limit = 40;
   std::size_t size = value.size();
   if (size > limit) {
     size = limit;
-    while (size > 0 && (value[size] & 0xC0) == 0x80) --size;  // no character of several bytes is cut
+    while (size > 0 && (value[size] & 0xC0) == 0x80) --size;  // does not cut a character of several bytes
   }
   std::string text = "'";
   for (const char c : value.substr(0, size)) text += (c >= 0 && c < ' ') || c == '\x7f' ? '?' : c;
   return text + (size < value.size() ? "...'" : "'");
 }
 
-/// Without anything but white space.
+/// Returns whether a text is only white space.
 inline bool is_blank(std::string_view text) { return text.find_first_not_of(" \t\r\n\v\f") == text.npos; }
 
 /// Throws unless a text is UTF-8: a model would read most letters of another encoding as U+FFFD.
@@ -46,7 +46,7 @@ inline void check_utf8(std::string_view text, const std::string& where) {
                "; iconv -f latin1 -t utf-8 converts a latin-1 file");
 }
 
-/// All bytes of a regular file. Its size is checked before memory is taken for it.
+/// Reads all bytes of a regular file. Checks its size before memory is allocated.
 inline std::string read_text_file(const std::filesystem::path& path, std::uint64_t max_bytes) {
   // Opening a directory would succeed, and opening a pipe would wait for its writer.
   std::error_code error;

@@ -14,7 +14,7 @@
 
 namespace bloom {
 
-/// The bytes of a CSV file (RFC 4180): columns `text` and `label`, all texts in quotes. `name` is for errors.
+/// Formats a CSV file (RFC 4180): columns `text` and `label`, all texts in quotes. `name` is for errors.
 inline std::string format_csv(const std::vector<Review>& rows, const std::string& name) {
   std::string bytes = "text,label\r\n";
   for (const auto& row : rows) {
@@ -30,7 +30,7 @@ inline std::string format_csv(const std::vector<Review>& rows, const std::string
   return bytes;
 }
 
-/// Writes a file that read_csv, if its limits allow it, reads back equal.
+/// Writes a file from which read_csv, if its limits allow it, reads equal reviews.
 inline void write_csv(const std::filesystem::path& path, const std::vector<Review>& rows) {
   const auto bytes = format_csv(rows, path.string());
   errno = 0;

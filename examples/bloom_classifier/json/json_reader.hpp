@@ -15,7 +15,7 @@
 
 namespace bloom {
 
-/// The checks that the parts of a JSON file need. Errors begin with `where`, the file's path.
+/// Checks parts of a JSON file. Errors begin with `where`, the file's path.
 class JsonReader {
  public:
   using Json = nlohmann::json;
@@ -36,7 +36,7 @@ class JsonReader {
     if (!value.is_object()) fail(what, " must be an object, got ", shown_json(value));
   }
 
-  /// An object with these members; what it would mean by others is not known here.
+  /// Requires an object with the needed members, and no others than the allowed ones, whose meaning would be unknown.
   void require_members(const Json& object, const std::string& what, Names needed, Names allowed) const {
     require_object(object, what);
     for (const auto* name : needed)
@@ -51,7 +51,7 @@ class JsonReader {
   template <class Number>
   void require_within(Number value, const std::string& what, std::type_identity_t<Number> least,
                       std::type_identity_t<Number> most) const {
-    if (value >= least && value <= most) return;  // NaN is not
+    if (value >= least && value <= most) return;  // false for NaN
     fail(what, " must be in [", Json(least), ", ", Json(most), "], got ", Json(value));
   }
 
@@ -60,7 +60,7 @@ class JsonReader {
     return value.get_ref<const std::string&>();
   }
 
-  /// Short, and nothing in it that would control a terminal.
+  /// Requires a short text without control characters.
   void require_printable(const std::string& text, const std::string& what) const {
     constexpr std::size_t max_bytes = 200;
     const auto controls = [](char c) { return (c >= 0 && c < ' ') || c == '\x7f'; };
@@ -85,7 +85,7 @@ class JsonReader {
     return value.get<bool>();
   }
 
-  /// False where the object has no such member, or null.
+  /// Returns a Boolean member; false if it is missing or null.
   bool flag(const Json& object, const std::string& what, const char* name) const {
     const auto value = object.value(name, Json());
     return !value.is_null() && flag(value, what + "." + name);

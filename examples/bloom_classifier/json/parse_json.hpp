@@ -12,8 +12,8 @@
 
 namespace bloom {
 
-/// Makes a value of what nlohmann's parser reads, and refuses what that lets pass: of two equal names the last would
-/// win, and neither depth nor the number of values has an end.
+/// Builds a value from nlohmann's parser, with stricter rules: refuses duplicate names, of which the parser would keep
+/// the last, and limits depth and number of values.
 class JsonBuilder : public nlohmann::json_sax<nlohmann::json> {
  public:
   using Json = nlohmann::json;
@@ -39,7 +39,7 @@ class JsonBuilder : public nlohmann::json_sax<nlohmann::json> {
   bool number_unsigned(number_unsigned_t value) override { return add(value); }
   bool number_float(number_float_t value, const string_t& /*text*/) override { return add(value); }
   bool string(string_t& value) override { return add(std::move(value)); }
-  bool binary(binary_t& /*value*/) override { return false; }  // JSON has none
+  bool binary(binary_t& /*value*/) override { return false; }  // not in JSON
   bool parse_error(std::size_t byte, const std::string& /*token*/, const nlohmann::json::exception& /*e*/) override {
     data_error(where_, "must be JSON in UTF-8, got what is none at byte ", byte);
   }
@@ -71,15 +71,15 @@ class JsonBuilder : public nlohmann::json_sax<nlohmann::json> {
 
   std::string where_;
   Json root_;
-  std::vector<Json*> open_;  // what the next value is in: none of these gets others before it is closed
-  Json* member_ = nullptr;   // the member that was named last
-  Json* last_ = nullptr;     // the value that was added last
+  std::vector<Json*> open_;  // open arrays and objects, the innermost last
+  Json* member_ = nullptr;   // the last named member
+  Json* last_ = nullptr;     // the last added value
   std::size_t values_ = 0;
 };
 
-/// One JSON value and nothing after it. Errors begin with `where`.
+/// Parses one JSON value with nothing after it. Errors begin with `where`.
 inline nlohmann::json parse_json(std::string_view text, const std::string& where) {
-  // To nlohmann's parser a zero is the end of the text.
+  // nlohmann's parser would end at a zero.
   if (const auto zero = text.find('\0'); zero != text.npos)
     data_error(where, "must be JSON in UTF-8, got a zero at byte ", zero + 1);
   JsonBuilder builder(where);

@@ -14,7 +14,7 @@
 
 namespace bloom {
 
-/// The weights of a BLOOM without a head, with the names and in the order of the files that Hugging Face has of it.
+/// Lists the weights of a BLOOM without a head, with the names and in the order of Hugging Face's files.
 inline std::vector<gradaccum::io::PlannedTensor> planned_weights(const BloomConfig& config) {
   std::vector<gradaccum::io::PlannedTensor> all;
   const auto width = config.hidden_size;
@@ -38,7 +38,7 @@ inline std::vector<gradaccum::io::PlannedTensor> planned_weights(const BloomConf
   return all;
 }
 
-/// As BLOOM begins: matrices normal, biases 0, normalisations 1.
+/// Initializes as BLOOM does: matrices normal, biases 0, normalizations 1.
 inline at::Tensor initial_weight(const gradaccum::io::PlannedTensor& planned, double standard_deviation,
                                  std::uint64_t seed) {
   if (planned.shape.size() == 1) return torch::full(planned.shape, planned.name.ends_with(".weight") ? 1.0 : 0.0);

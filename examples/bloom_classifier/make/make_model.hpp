@@ -25,12 +25,12 @@ namespace bloom {
 
 namespace detail {
 
-/// Of IMDB's lengths in tokens: a rare name is several.
+/// Generates reviews of IMDB's lengths in tokens; a rare name is several tokens.
 inline std::vector<Review> made_reviews(const MakeOptions& options, std::int64_t count, std::uint64_t seed) {
   return generated_reviews(count, seed, {.length_scale = 0.84, .names = options.size.names()});
 }
 
-/// Trained on reviews of another seed than those that are written: of these it has not seen all words.
+/// Trains the tokenizer on reviews of another seed than the written ones, so that it has not seen all of their words.
 inline void make_tokenizer(const MakeOptions& options, const std::filesystem::path& folder) {
   const auto count = std::clamp<std::int64_t>(options.size.words / 40, 200, 20'000);
   std::vector<std::string> texts;
@@ -38,7 +38,7 @@ inline void make_tokenizer(const MakeOptions& options, const std::filesystem::pa
   write_json(folder / "tokenizer.json", spread_tokenizer(texts, options.size.tokens(), options.seed));
 }
 
-/// One tensor after the other.
+/// Writes one tensor after another, so that only one is in memory.
 inline void make_weights(const MakeOptions& options, const BloomConfig& config, const std::filesystem::path& folder) {
   const auto planned = planned_weights(config);
   const auto all = static_cast<double>(config.parameter_count()) * 4;
@@ -54,19 +54,19 @@ inline void make_weights(const MakeOptions& options, const BloomConfig& config, 
 
 }  // namespace detail
 
-/// Makes a folder as Hugging Face has them, of a BLOOM that has learned nothing: config.json, tokenizer.json, and
-/// random weights in shards. A seed gives the same bytes always. Takes the memory of the largest tensor.
+/// Makes a Hugging Face folder of an untrained BLOOM: config.json, tokenizer.json, and random weights in shards. The
+/// bytes depend only on the options and the seed. Needs the memory of the largest tensor.
 ///
 ///     bloom::make_model({.size = bloom::ModelSize::of("560m")}, "bloom-560m");
 ///
-/// @throws std::runtime_error where the folder is there already, or cannot be written.
+/// @throws std::runtime_error if the folder exists or cannot be written.
 inline void make_model(const MakeOptions& options, const std::filesystem::path& path) {
   const auto config = options.size.config();
   config.check("make");
   NewFolder folder(path);
   const auto& partial = folder.partial();
   auto json = config.to_json();
-  json["architectures"] = {"BloomModel"};  // without a head: who trains it says for how many labels
+  json["architectures"] = {"BloomModel"};  // without a head: training sets the number of labels
   for (const auto* name : {"id2label", "label2id"}) json.erase(name);
   json.update({{"bos_token_id", 1}, {"eos_token_id", 2}, {"unk_token_id", 0}, {"dtype", "float32"}});
   detail::write_json(partial / "config.json", json);

@@ -12,16 +12,16 @@
 
 namespace bloom {
 
-/// The numbers that all parameters of a BLOOM follow from.
+/// The numbers that determine the size of a BLOOM.
 struct ModelSize {
   std::int64_t layers = 2, width = 64, heads = 4, words = 800;
 
-  /// Some rows have no token, as in BLOOM: 200 of 250,880.
+  /// Returns the number of tokens. Some rows of the embeddings have none, as in BLOOM: 200 of 250,880.
   std::int64_t tokens() const { return std::min<std::int64_t>(words - words / 1254, TokenizerFileReader::max_tokens); }
-  /// In the reviews that the tokenizer is trained on.
+  /// Returns the number of names in the reviews that the tokenizer is trained on.
   std::int64_t names() const { return std::min(words / 5, MadeUpNames::most); }
 
-  /// With BLOOM's own settings.
+  /// Returns the configuration with BLOOM's other settings.
   BloomConfig config() const {
     return {.vocab_size = words, .hidden_size = width, .n_layer = layers, .n_head = heads, .pad_token_id = 3};
   }
@@ -36,8 +36,8 @@ struct ModelSize {
 struct MakeOptions {
   ModelSize size = {};
   std::uint64_t seed = 123;
-  std::uint64_t shard_bytes = 1'000'000'000;  // of a file's tensors; a larger tensor has a file of its own
-  std::int64_t reviews = 0;                   // in a CSV beside the model; 0: none
+  std::uint64_t shard_bytes = 1'000'000'000;  // of a file's tensors; a larger tensor gets its own file
+  std::int64_t reviews = 0;                   // in a CSV next to the model; 0: none
 };
 
 }  // namespace bloom

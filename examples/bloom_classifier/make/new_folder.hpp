@@ -14,11 +14,11 @@
 
 namespace bloom {
 
-/// A folder that is there when it is whole, and not before: it is filled under another name beside it, and `finish`
-/// gives it its own. What a killed process has left is cleared by the next that makes the same folder.
+/// A folder that appears only when it is complete: it is filled under a temporary name next to it, and `finish` renames
+/// it. Leftovers of a killed process are removed by the next process that makes the same folder.
 class NewFolder {
  public:
-  /// @throws std::runtime_error where there is something already, or another process is at it.
+  /// @throws std::runtime_error if the path exists, or another process is making it.
   explicit NewFolder(const std::filesystem::path& path) : path_(without_slash(path)), partial_(path_) {
     const auto status = std::filesystem::symlink_status(path_);
     if (exists(status) && !(is_directory(status) && std::filesystem::is_empty(path_)))
@@ -36,10 +36,10 @@ class NewFolder {
     if (descriptor_ >= 0) ::close(descriptor_);
   }
 
-  /// Where to write.
+  /// Returns the temporary folder to write to.
   const std::filesystem::path& partial() const { return partial_; }
 
-  /// All that was written outlives a power failure; then the folder is there.
+  /// Writes all files to the disk, so that they survive a power failure, and then renames the folder.
   void finish() {
     if (::syncfs(descriptor_) != 0) fail("must be written to the disk", errno);
     std::filesystem::rename(partial_, path_);
@@ -52,7 +52,7 @@ class NewFolder {
     return plain.has_filename() ? plain : plain.parent_path();
   }
 
-  /// Until this process ends, however it does.
+  /// Locks the temporary folder until this process ends, normally or not.
   void lock() {
     descriptor_ = ::open(partial_.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (descriptor_ >= 0 && ::flock(descriptor_, LOCK_EX | LOCK_NB) == 0) return;

@@ -10,7 +10,7 @@
 
 namespace bloom {
 
-/// SplitMix64: of numbers that follow each other it makes such as have nothing to do with each other.
+/// SplitMix64: maps consecutive numbers to unrelated ones.
 inline std::uint64_t mixed_bits(std::uint64_t number) {
   number += 0x9E3779B97F4A7C15u;
   number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -18,7 +18,7 @@ inline std::uint64_t mixed_bits(std::uint64_t number) {
   return number ^ (number >> 31);
 }
 
-/// The number that a share `p` of the normal distribution, above 0 and below 1, is below: Wichura's AS 241, to 7
+/// Returns the quantile of the normal distribution for a probability `p` above 0 and below 1: Wichura's AS 241, to 7
 /// digits.
 inline double normal_quantile(double p) {
   const double q = p - 0.5;
@@ -40,15 +40,15 @@ inline double normal_quantile(double p) {
   return q < 0 ? -r : r;
 }
 
-/// The seed of the tensor of that name (FNV-1a): the same whatever other tensors there are.
+/// Returns the seed of the tensor of that name (FNV-1a), which does not depend on other tensors.
 inline std::uint64_t seed_of(std::string_view name, std::uint64_t seed) {
   std::uint64_t hash = 0xCBF29CE484222325u;
   for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001B3u;
   return mixed_bits(hash ^ mixed_bits(seed));
 }
 
-/// Fills a contiguous float32 tensor with numbers of the normal distribution around 0. Each follows from the seed and
-/// its place alone: the bits are the same with any number of threads, and with any LibTorch, whose own are not.
+/// Fills a contiguous float32 tensor with normal numbers around 0. Each depends only on the seed and its index, so the
+/// bits are the same with any number of threads and any LibTorch, unlike those of LibTorch's generators.
 inline void fill_with_normal(const at::Tensor& tensor, double standard_deviation, std::uint64_t seed) {
   auto* const numbers = tensor.data_ptr<float>();
   constexpr std::int64_t grain = 1 << 14;

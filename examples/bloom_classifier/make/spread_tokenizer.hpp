@@ -15,7 +15,7 @@
 
 namespace bloom {
 
-/// The ids from `begin` to `end` - 1 in an order of the seed's.
+/// Returns the ids from `begin` to `end` - 1, shuffled by the seed.
 inline std::vector<std::int64_t> shuffled_ids(std::int64_t begin, std::int64_t end, std::uint64_t seed) {
   std::vector<std::int64_t> ids;
   for (auto id = begin; id < end; ++id) ids.push_back(id);
@@ -23,9 +23,9 @@ inline std::vector<std::int64_t> shuffled_ids(std::int64_t begin, std::int64_t e
   return ids;
 }
 
-/// A tokenizer.json with exactly so many tokens, at most half of them trained on the texts, but for the least there can
-/// be. Their ids are spread over all, as those of one language are over the ids of BLOOM, which has many; the special
-/// ones are 0 to 3, as there. The rest are tokens that no text gives: no merge makes them, and none is a single byte.
+/// Makes a tokenizer.json with exactly `tokens` tokens. At most half of them are trained on the texts, but at least the
+/// minimum. Their ids are spread over all ids, like the ids of one of BLOOM's many languages; the special ones are 0 to
+/// 3, as in BLOOM. The rest are tokens that no text produces: no merge makes them, and none is a single byte.
 inline nlohmann::json spread_tokenizer(std::span<const std::string> texts, std::int64_t tokens, std::uint64_t seed) {
   constexpr std::int64_t special = special_tokens.size(), least = special + 256;
   if (tokens < least)
@@ -37,7 +37,7 @@ inline nlohmann::json spread_tokenizer(std::span<const std::string> texts, std::
   for (std::int64_t id = 0; id < special; ++id) vocab[trained.token(static_cast<TokenId>(id))] = id;
   auto next = static_cast<std::size_t>(special);
   for (const auto id : shuffled_ids(special, tokens, seed)) {
-    // No token of a text has a space in it: bytes are written as characters, and a space is Ġ.
+    // A text's token never contains a space: bytes are written as characters, and a space is Ġ.
     const auto token =
         next < trained.size() ? trained.token(static_cast<TokenId>(next)) : "unused " + std::to_string(id);
     vocab[token] = id;

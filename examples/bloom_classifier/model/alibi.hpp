@@ -29,16 +29,16 @@ inline std::vector<float> alibi_slopes(std::int64_t n_head) {
   return slopes;
 }
 
-/// The channels that queries, keys and values get, so that attention adds ALiBi by itself, without a [t, t] bias:
-/// query x key is slope * sqrt(head_dim) * position, and attention divides by sqrt(head_dim).
+/// Additional channels of queries, keys and values that make attention add ALiBi without a [t, t] bias: query x key is
+/// slope * sqrt(head_dim) * position, and attention divides by sqrt(head_dim).
 ///
-/// All numbers are exact in bfloat16 and float16 too: the slope is the sum of three pieces of 8 bits, the position that
-/// of a multiple of 256 and a rest. Two more channels, of zeros, make it eight, which kernels like; the value's are
-/// zeros.
+/// All numbers are exact in bfloat16 and float16, too: the slope is the sum of three pieces of 8 bits, the position
+/// that of a multiple of 256 and a rest. Two more channels of zeros make it eight, which kernels prefer; all channels
+/// of the value are zeros.
 inline constexpr std::int64_t alibi_channel_count = 8;
 inline constexpr std::int64_t alibi_max_length = 1 << 16;
 
-/// float32 [length, n_head, 3, 8]; the 3 are query, key, value.
+/// Makes float32 [length, n_head, 3, 8]; the 3 are query, key, value.
 inline at::Tensor alibi_channels(std::int64_t n_head, std::int64_t head_dim, std::int64_t length) {
   auto channels = torch::zeros({length, n_head, 3, alibi_channel_count});
   const auto position = torch::arange(length, torch::kFloat).unsqueeze(1);
@@ -56,18 +56,18 @@ inline at::Tensor alibi_channels(std::int64_t n_head, std::int64_t head_dim, std
   return channels;
 }
 
-/// The numbers of an int64 tensor on the CPU.
+/// Views the numbers of an int64 tensor on the CPU.
 inline at::IntArrayRef sizes_of(const at::Tensor& lengths) {
   return {lengths.const_data_ptr<std::int64_t>(), static_cast<std::size_t>(lengths.numel())};
 }
 
-/// The channels for any length, for all blocks of a model. They stay where they are, as graphs read them again: those
-/// of a length are made up to the next power of two. Thread safe.
+/// The channels for any length, shared by all blocks of a model. A length's channels, made up to the next power of two,
+/// keep their address, because CUDA graphs read them again. Thread safe.
 class AlibiChannels {
  public:
   AlibiChannels(std::int64_t n_head, std::int64_t head_dim) : n_head_(n_head), head_dim_(head_dim) {}
 
-  /// With the dtype and device of `like`.
+  /// Returns channels with the dtype and device of `like`.
   at::Tensor operator()(std::int64_t length, const at::Tensor& like) {
     TORCH_CHECK(length <= alibi_max_length, "BLOOM: sequences must have at most ", alibi_max_length,
                 " tokens, whose positions are exact, got ", length);
@@ -82,7 +82,7 @@ class AlibiChannels {
     }
     return found->narrow(0, 0, length);
   }
-  /// For rows one after another, `lengths` int64 [n] on the CPU: positions are counted in each.
+  /// Returns channels of packed rows, `lengths` int64 [n] on the CPU; positions begin anew in each row.
   at::Tensor packed(const at::Tensor& lengths, const at::Tensor& like) {
     std::vector<at::Tensor> rows;
     for (const auto length : sizes_of(lengths)) rows.push_back((*this)(length, like));

@@ -17,9 +17,9 @@ namespace bloom {
 
 /// BLOOM's causal self-attention with ALiBi.
 ///
-/// The kernel is LibTorch's flash attention, which takes memory for t tokens, not for t x t pairs, forward and
-/// backward. It wants queries, keys and values of one width: the values get channels too, which are cut off again. (On
-/// the CPU other widths, or dropout, mean the kernel that holds all pairs.)
+/// Uses LibTorch's flash attention, which needs memory for t tokens instead of t x t pairs, forward and backward. It
+/// requires queries, keys and values of one width, so the values get channels, too, which are cut off afterwards. (On
+/// the CPU different widths, or dropout, select the kernel that holds all pairs.)
 class BloomAttentionImpl : public torch::nn::Module {
  public:
   BloomAttentionImpl(const BloomConfig& config, std::shared_ptr<AlibiChannels> alibi)
@@ -31,8 +31,8 @@ class BloomAttentionImpl : public torch::nn::Module {
         dropout_(config.attention_dropout),
         alibi_(std::move(alibi)) {}
 
-  /// [n, t, hidden_size] to the same. Every token sees those before it and itself. With `lengths` the rows are packed
-  /// (BloomModel says how), and each is attended to by itself.
+  /// Maps [n, t, hidden_size] to the same shape. Each token attends to itself and those before it. With `lengths` the
+  /// rows are packed (see BloomModel), and each attends only within itself.
   at::Tensor forward(const at::Tensor& hidden, const at::Tensor& lengths = {}) {
     std::vector<at::Tensor> contexts;
     for (const auto& row : with_channels(hidden, lengths))
@@ -40,7 +40,7 @@ class BloomAttentionImpl : public torch::nn::Module {
     return output(contexts);
   }
 
-  /// For one token of each row, `index` [n], only: [n, t, hidden_size] to [n, 1, hidden_size].
+  /// Computes only one token of each row, `index` [n]: [n, t, hidden_size] to [n, 1, hidden_size].
   at::Tensor forward_at(const at::Tensor& hidden, const at::Tensor& index) {
     const auto wide = with_channels(hidden, {}).front();
     const auto rows = index.view({-1, 1, 1, 1});
@@ -48,7 +48,7 @@ class BloomAttentionImpl : public torch::nn::Module {
     return output({attend(wide[0].take_along_dim(rows, 2), wide[1], wide[2], seen, /*is_causal=*/false)});
   }
 
-  /// For the last token of each packed row only: [1, all tokens, hidden_size] to [1, n, hidden_size].
+  /// Computes only the last token of each packed row: [1, all tokens, hidden_size] to [1, n, hidden_size].
   at::Tensor forward_at_ends(const at::Tensor& hidden, const at::Tensor& lengths) {
     std::vector<at::Tensor> contexts;
     for (const auto& row : with_channels(hidden, lengths))

@@ -11,7 +11,7 @@
 
 namespace bloom {
 
-/// Two matrices with GELU (its tanh form) between them.
+/// Two linear layers with GELU (tanh approximation) between them.
 class BloomMLPImpl : public torch::nn::Module {
  public:
   explicit BloomMLPImpl(const BloomConfig& config)
@@ -27,7 +27,7 @@ class BloomMLPImpl : public torch::nn::Module {
 };
 TORCH_MODULE(BloomMLP);
 
-/// One layer: attention and MLP, each on a normalised copy, and added to what came in (or to that copy).
+/// One layer: attention and MLP, each on a normalized copy, and added to the input (or to that copy).
 class BloomBlockImpl : public torch::nn::Module {
  public:
   BloomBlockImpl(const BloomConfig& config, std::shared_ptr<AlibiChannels> alibi)
@@ -38,20 +38,20 @@ class BloomBlockImpl : public torch::nn::Module {
         adds_normalised_(config.apply_residual_connection_post_layernorm),
         dropout_(config.hidden_dropout) {}
 
-  /// [n, t, hidden_size] to the same. `lengths`: of packed rows.
+  /// Maps [n, t, hidden_size] to the same shape. `lengths`: of packed rows.
   at::Tensor forward(const at::Tensor& hidden, const at::Tensor& lengths = {}) {
     const auto normalised = input_layernorm->forward(hidden);
     return add_mlp(add(self_attention->forward(normalised, lengths), adds_normalised_ ? normalised : hidden));
   }
 
-  /// For one token of each row, `index` [n], only: [n, t, hidden_size] to [n, 1, hidden_size].
+  /// Computes only one token of each row, `index` [n]: [n, t, hidden_size] to [n, 1, hidden_size].
   at::Tensor forward_at(const at::Tensor& hidden, const at::Tensor& index) {
     const auto normalised = input_layernorm->forward(hidden);
     const auto residual = (adds_normalised_ ? normalised : hidden).take_along_dim(index.view({-1, 1, 1}), 1);
     return add_mlp(add(self_attention->forward_at(normalised, index), residual));
   }
 
-  /// For the last token of each packed row only: [1, all tokens, hidden_size] to [1, n, hidden_size].
+  /// Computes only the last token of each packed row: [1, all tokens, hidden_size] to [1, n, hidden_size].
   at::Tensor forward_at_ends(const at::Tensor& hidden, const at::Tensor& lengths) {
     const auto normalised = input_layernorm->forward(hidden);
     const auto ends = (lengths.cumsum(0) - 1).to(hidden.device());

@@ -11,7 +11,7 @@
 
 namespace bloom {
 
-/// As transformers begins: matrices normal, biases zero; normalisations are 1 and 0 already.
+/// Initializes as transformers does: matrices normal, biases zero; normalizations are already 1 and 0.
 inline void init_weights(torch::nn::Module& model, double standard_deviation) {
   for (auto& module : model.modules(/*include_self=*/false)) {
     if (auto* linear = module->as<torch::nn::Linear>()) {
@@ -30,7 +30,7 @@ inline void init_weights(torch::nn::Module& model, double standard_deviation) {
 ///     model->checkpoint_blocks({.memory_budget = 512 * ga::MiB});      // if you like: less memory, more time
 ///     auto loss = torch::cross_entropy_loss(model->forward(input_ids, attention_mask), labels);
 ///
-/// A new one has random weights.
+/// A new model has random weights.
 class BloomForSequenceClassificationImpl : public torch::nn::Module {
  public:
   explicit BloomForSequenceClassificationImpl(BloomConfig config) : config_(checked(std::move(config))) {
@@ -40,10 +40,10 @@ class BloomForSequenceClassificationImpl : public torch::nn::Module {
     init_weights(*this, config_.initializer_range);
   }
 
-  /// Ids [n, t] to the scores [n, num_labels] of the last token that is not padding.
+  /// Maps ids [n, t] to the scores [n, num_labels] at the last token that is not padding.
   ///
-  /// `attention_mask` [n, t] is 0 where a token is not to be seen: padding, at the left or at the right. Positions are
-  /// counted without it. Without a mask all tokens are seen, and those that are `pad_token_id` are not the last.
+  /// `attention_mask` [n, t] is 0 for hidden tokens, which are padding at the left or right. Positions are counted
+  /// without them. Without a mask no token is hidden, and trailing `pad_token_id` tokens are not the last.
   at::Tensor forward(const at::Tensor& input_ids, const at::Tensor& attention_mask = {}) {
     TORCH_CHECK(input_ids.dim() == 2 && input_ids.scalar_type() == torch::kLong && input_ids.numel() > 0,
                 "BloomForSequenceClassification: input_ids must be int64 [n, t], with a token at least, got ",
@@ -55,9 +55,9 @@ class BloomForSequenceClassificationImpl : public torch::nn::Module {
     return score->forward(transformer->forward(tokens.ids, tokens.last));
   }
 
-  /// Rows of ids, one after another without padding, [all tokens], and their `lengths`, int64 [n] on the CPU, to the
-  /// scores [n, num_labels]: those of `forward` to rounding, for the time and memory of these tokens alone. Each row is
-  /// attended to by itself, which few long rows on a CPU want, and many short ones on a GPU do not.
+  /// Maps rows of ids, concatenated without padding to [all tokens], and their `lengths`, int64 [n] on the CPU, to the
+  /// scores [n, num_labels]: equal to those of `forward`, up to rounding, without computing padding. Attention runs row
+  /// by row, which is fast for few long rows on a CPU and slow for many short ones on a GPU.
   at::Tensor forward_packed(const at::Tensor& input_ids, const at::Tensor& lengths) {
     TORCH_CHECK(input_ids.dim() == 1 && input_ids.scalar_type() == torch::kLong,
                 "BloomForSequenceClassification: packed input_ids must be int64 [all tokens], got ",
@@ -71,10 +71,10 @@ class BloomForSequenceClassificationImpl : public torch::nn::Module {
     return score->forward(transformer->forward_packed(input_ids.unsqueeze(0), lengths.contiguous()));
   }
 
-  /// Blocks run again in backward, for less memory: in so many segments, or within a budget of bytes. The last one, of
-  /// which one token a row is computed, keeps little and is not among them: `n_layer` must be 2 or more.
+  /// Recomputes blocks in backward to save memory, in segments or within a budget of bytes. The last block is excluded,
+  /// because it computes one token per row and keeps little: `n_layer` must be 2 or more.
   void checkpoint_blocks(const ga::CheckpointedSequentialOptions& options) { transformer->checkpoint_blocks(options); }
-  /// Those that this made; for `ga::FitMemory`.
+  /// Returns the checkpointed blocks, for `ga::FitMemory`.
   const ga::CheckpointedSequential& checkpointed_blocks() const { return transformer->checkpointed_blocks(); }
   ga::CheckpointPlan checkpoint_plan() const { return transformer->checkpoint_plan(); }
 

@@ -98,7 +98,7 @@ inline BloomConfig BloomConfig::from_file(const std::filesystem::path& path) {
   return from_json(parse_json(read_text_file(path, most_bytes), path.string()), path.string());
 }
 
-/// What transformers' BloomConfig.from_pretrained loads.
+/// Writes JSON that transformers' BloomConfig.from_pretrained loads.
 inline nlohmann::json BloomConfig::to_json() const {
   nlohmann::json json{
       {"architectures", {"BloomForSequenceClassification"}},

@@ -11,12 +11,12 @@
 
 namespace bloom {
 
-/// Takes values out of a config.json. A name that is absent, or null, leaves the value as it is; others are ignored.
+/// Reads values from a config.json. A missing or null name keeps the value; other names are ignored.
 class ConfigReader {
  public:
   using Json = nlohmann::json;
 
-  /// Both must outlive it.
+  /// Both arguments must outlive the reader.
   ConfigReader(const Json& json, const JsonReader& reader) : json_(json), reader_(reader) {
     reader_.require_object(json, "the file");
   }
@@ -26,7 +26,7 @@ class ConfigReader {
     if (const auto* found = find(name)) assign(value, *found, name);
   }
 
-  /// Files have the one name or the other.
+  /// Reads one of two names that files use.
   template <class Value>
   void read(Value& value, const std::string& name, const std::string& alias) const {
     const auto *found = find(name), *other = find(alias);
@@ -36,7 +36,7 @@ class ConfigReader {
     if (found || other) assign(value, found ? *found : *other, name);
   }
 
-  /// id2label: as many as it has, with their names unless these are transformers' own; else num_labels.
+  /// Reads the labels from id2label, with their names unless these are transformers' defaults; else from num_labels.
   void read_labels(std::int64_t& count, std::vector<std::string>& names) const {
     read(count, "num_labels");
     const auto* labels = find("id2label");

@@ -8,10 +8,10 @@
 
 namespace bloom {
 
-/// Tokens in front, padding behind: what causal attention needs no mask for, as no token sees what comes after it.
+/// Rows with padding at the end, which causal attention needs no mask for, because no token attends to later ones.
 struct TokensFirst {
   at::Tensor ids;   // [n, t]
-  at::Tensor last;  // [n]: where in its row the last token is that is not padding; 0 if none is
+  at::Tensor last;  // [n]: index of the last token that is not padding; 0 if there is none
 
   TokensFirst(const at::Tensor& input_ids, const at::Tensor& attention_mask, std::optional<std::int64_t> pad_token_id)
       : ids(input_ids) {

@@ -16,7 +16,7 @@ namespace bloom {
 
 namespace ga = gradaccum;
 
-/// Embeddings, blocks and the last normalisation.
+/// Embeddings, blocks and the final normalization.
 class BloomModelImpl : public torch::nn::Module {
  public:
   explicit BloomModelImpl(const BloomConfig& config)
@@ -30,24 +30,24 @@ class BloomModelImpl : public torch::nn::Module {
     for (std::int64_t layer = 0; layer < config.n_layer; ++layer) {
       last_block_ = BloomBlock(config, alibi);
       h->push_back(last_block_);
-      if (layer + 1 < config.n_layer) blocks_->push_back(last_block_);  // the very same module
+      if (layer + 1 < config.n_layer) blocks_->push_back(last_block_);  // shared, not copied
     }
   }
 
-  /// Ids [n, t] to the hidden states [n, hidden_size] of one token of each row, `index` [n].
+  /// Maps ids [n, t] to the hidden states [n, hidden_size] of one token of each row, `index` [n].
   at::Tensor forward(const at::Tensor& ids, const at::Tensor& index) {
     const auto hidden = all_but_the_last(ids, /*lengths=*/{});
-    return ln_f->forward(last_block_->forward_at(hidden, index)).squeeze(1);  // nobody asks for its other tokens
+    return ln_f->forward(last_block_->forward_at(hidden, index)).squeeze(1);  // only one token is needed
   }
 
-  /// Packed rows of ids, [1, all tokens], one after another without padding, and their `lengths`, int64 [n] on the CPU,
-  /// to the hidden states [n, hidden_size] of the last token of each row. Only attention asks where a row begins.
+  /// Maps packed rows of ids, [1, all tokens], concatenated without padding, and their `lengths`, int64 [n] on the CPU,
+  /// to the hidden states [n, hidden_size] of the last token of each row. Only attention uses `lengths`.
   at::Tensor forward_packed(const at::Tensor& ids, const at::Tensor& lengths) {
     const auto hidden = all_but_the_last(ids, lengths);
     return ln_f->forward(last_block_->forward_at_ends(hidden, lengths)).squeeze(0);
   }
 
-  /// The table's gradient has the rows that were looked up and no others, for optimizers that step by rows.
+  /// Makes the embedding's gradient sparse, with only the used rows, for optimizers that update rows.
   void sparse_embedding_gradient(bool sparse) { sparse_ = sparse; }
 
   /// See BloomForSequenceClassification.

@@ -11,7 +11,7 @@
 
 namespace bloom {
 
-/// Tokens that are found in a text before anything else, also within words: "<pad>".
+/// Tokens that are matched before a text is split, also within words: "<pad>".
 class AddedTokens {
  public:
   void add(std::string_view content, TokenId id) {
@@ -25,8 +25,8 @@ class AddedTokens {
     nodes_[node].id = id;
   }
 
-  /// Calls `use_token(id)` for each token in the text, the leftmost first and of several there the longest, and
-  /// `use_text(part)` for what is between them.
+  /// Calls `use_token(id)` for each token in the text, in order, preferring the longest at each position, and
+  /// `use_text(part)` for the text between them.
   template <class UseText, class UseToken>
   void split(std::string_view text, const UseText& use_text, const UseToken& use_token) const {
     std::size_t begin = 0, at = 0;
@@ -53,7 +53,7 @@ class AddedTokens {
     TokenId id = -1;
   };
 
-  /// The longest token that the text begins with.
+  /// Returns the longest token at the beginning of the text.
   Match longest(std::string_view text) const {
     Match match;
     const Node* node = nodes_.data();

@@ -31,28 +31,28 @@ namespace bloom {
 ///     const auto ids = tokenizer.encode("A text of any language.", 1024);  // at most 1024 ids
 ///     const auto text = tokenizer.decode(ids);
 ///
-/// Text is UTF-8; what is not is read as U+FFFD. The file's own `truncation` and `padding` are the caller's matter, as
-/// in `transformers`. All of it may be called from several threads; each keeps the ids of words that it has met.
+/// Text is UTF-8; invalid bytes are read as U+FFFD. The file's `truncation` and `padding` are ignored, as in
+/// `transformers`. Thread safe; each thread caches the ids of words.
 class BloomTokenizer {
  public:
-  /// @throws std::runtime_error naming the file, the requirement and the value, unless the file is of BLOOM's kind.
+  /// @throws std::runtime_error naming the file, the requirement and the value, for other kinds of tokenizers.
   static BloomTokenizer from_file(const std::filesystem::path& tokenizer_json) {
     return BloomTokenizer(TokenizerFileReader(tokenizer_json).read());
   }
 
   explicit BloomTokenizer(TokenizerFile file);
 
-  /// The first `max_length` ids of the text; BLOOM has no tokens at the begin or end of a text.
+  /// Returns the first `max_length` ids of the text; BLOOM adds no tokens at the beginning or end.
   std::vector<std::int64_t> encode(std::string_view text,
                                    std::size_t max_length = std::numeric_limits<std::size_t>::max()) const;
 
-  /// The text of these ids, special tokens included. Throws `std::out_of_range` for an id that is none.
+  /// Returns the text of these ids, special tokens included. Throws `std::out_of_range` for an invalid id.
   std::string decode(std::span<const std::int64_t> ids) const;
 
-  /// Python's `len(tokenizer)`: added tokens included. A model may have more embeddings than that.
+  /// Returns Python's `len(tokenizer)`, including added tokens. A model may have more embeddings.
   std::int64_t vocabulary_size() const { return static_cast<std::int64_t>(file_.vocabulary.size() + added_.size()); }
 
-  /// A token as tokenizer.json writes it: "<pad>", or "Ġword" with a space before it.
+  /// Returns the id of a token as tokenizer.json writes it: "<pad>", or "Ġword" with a space before it.
   std::optional<std::int64_t> token_to_id(std::string_view token) const;
 
  private:
@@ -67,8 +67,8 @@ class BloomTokenizer {
 
   TokenizerFile file_;
   std::array<TokenId, 256> ids_of_bytes_{};
-  AddedTokens verbatim_, normalized_;        // the second are looked for in what the first leave
-  Vocabulary added_;                         // those that the model's vocabulary lacks: the ids after it
+  AddedTokens verbatim_, normalized_;        // the second are matched in the text between the first
+  Vocabulary added_;                         // tokens with ids after the model's vocabulary
   std::uint64_t cache_owner_ = new_owner();  // a copy has the same ids
 };
 
@@ -128,7 +128,7 @@ inline std::string BloomTokenizer::decode(std::span<const std::int64_t> ids) con
     bytes += id < size ? characters_to_bytes(file_.vocabulary.token(static_cast<TokenId>(id)))
                        : added_.token(static_cast<TokenId>(id - size));
   }
-  return to_utf8(bytes);  // ids that end within a character
+  return to_utf8(bytes);  // the ids may end within a character
 }
 
 inline std::optional<std::int64_t> BloomTokenizer::token_to_id(std::string_view token) const {

@@ -17,7 +17,7 @@ inline bool stands_for_itself(unsigned byte) {
   return (byte >= 0x21 && byte <= 0x7E) || (byte >= 0xA1 && byte <= 0xFF && byte != 0xAD);
 }
 
-/// The character, in UTF-8, for each byte.
+/// Returns the character, in UTF-8, for each byte.
 inline const std::array<std::string, 256>& byte_characters() {
   static const auto characters = [] {
     std::array<std::string, 256> result;
@@ -34,7 +34,7 @@ inline const std::array<std::string, 256>& byte_characters() {
   return characters;
 }
 
-/// The byte that a character stands for.
+/// Returns the byte that a character stands for.
 inline std::optional<char> byte_of(char32_t character) {
   static const auto bytes = [] {
     std::array<std::optional<char>, 0x144> result;
@@ -51,7 +51,7 @@ inline std::string bytes_to_characters(std::string_view bytes) {
   return result;
 }
 
-/// A token's bytes; the token itself where one of its characters stands for no byte.
+/// Returns a token's bytes, or the token itself if one of its characters stands for no byte.
 inline std::string characters_to_bytes(std::string_view token) {
   std::string result;
   for (auto rest = token; !rest.empty();) {

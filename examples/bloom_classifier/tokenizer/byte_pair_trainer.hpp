@@ -24,11 +24,11 @@ namespace bloom {
 
 inline constexpr std::array<const char*, 4> special_tokens = {"<unk>", "<s>", "</s>", "<pad>"};  // ids 0 to 3, as BLOOM
 
-/// Makes tokens of pieces by joining, again and again, the two neighbouring tokens that occur most often; of several
-/// such pairs the one of the lowest ids.
+/// Makes tokens from pieces by repeatedly joining the most frequent pair of neighboring tokens; ties go to the lowest
+/// ids.
 class BytePairTrainer {
  public:
-  static constexpr std::size_t longest_piece = 4096;  // longer ones could make tokens that are too long to be read
+  static constexpr std::size_t longest_piece = 4096;  // limits the length of tokens, which readers limit
 
   explicit BytePairTrainer(std::span<const std::string> texts) {
     for (const auto* token : special_tokens) vocabulary_.add(token);
@@ -46,13 +46,13 @@ class BytePairTrainer {
     queue_changed();
   }
 
-  /// False where no two neighbours are left.
+  /// Joins a pair. Returns false if no neighbors are left.
   bool join_most_frequent() {
     while (!queue_.empty()) {
       const auto [count, pair] = queue_.top();
       queue_.pop();
       const auto found = pairs_.find(pair);
-      if (found == pairs_.end() || found->second.count != count) continue;  // it has changed since
+      if (found == pairs_.end() || found->second.count != count) continue;  // outdated
       join(pair);
       return true;
     }
@@ -70,7 +70,7 @@ class BytePairTrainer {
   };
   struct PairUse {
     std::int64_t count = 0;
-    std::vector<std::size_t> words;  // where it is, and where it was
+    std::vector<std::size_t> words;  // with the pair now or earlier
   };
   struct Candidate {
     std::int64_t count = 0;
@@ -88,7 +88,7 @@ class BytePairTrainer {
     }
   }
 
-  /// `count` is negative for pairs that go.
+  /// Adds a word's pairs; a negative `count` removes them.
   void add_pairs(std::size_t word, std::int64_t count) {
     const auto& ids = words_[word].ids;
     for (std::size_t i = 1; i < ids.size(); ++i) {

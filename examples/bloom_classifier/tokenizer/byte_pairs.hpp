@@ -16,7 +16,7 @@ namespace bloom {
 
 using TokenId = std::int32_t;
 
-/// What two neighbouring tokens become. Lower ranks come first; two tokens that do not join have the rank `never`.
+/// The result of joining two neighboring tokens. Lower ranks come first; tokens that do not join have the rank `never`.
 struct Merge {
   static constexpr std::int32_t never = std::numeric_limits<std::int32_t>::max();
   std::int32_t rank = never;
@@ -28,7 +28,7 @@ class MergeTable {
  public:
   explicit MergeTable(std::size_t capacity = 0) : slots_(std::bit_ceil(2 * capacity + 2)) {}
 
-  /// At most as many different pairs as the capacity. Of equal pairs the last counts.
+  /// Sets a merge. The number of different pairs must not exceed the capacity; a repeated pair is overwritten.
   void set(TokenId left, TokenId right, Merge merge) {
     auto& slot = slots_[place(left, right)];
     slot = {left, right, merge};
@@ -42,7 +42,7 @@ class MergeTable {
     Merge merge;
   };
 
-  /// Where the pair is, or would be.
+  /// Returns the slot of the pair, or a free one for it.
   std::size_t place(TokenId left, TokenId right) const {
     const auto key = static_cast<std::uint64_t>(left) << 32 | static_cast<std::uint32_t>(right);
     auto at = static_cast<std::size_t>((key * 0x9E3779B97F4A7C15u) >> 32);
@@ -55,9 +55,9 @@ class MergeTable {
   std::vector<Slot> slots_;
 };
 
-/// For few tokens: looks at all pairs for each merge.
+/// Merges few tokens, by scanning all pairs for each merge.
 inline void merge_short(std::vector<TokenId>& ids, const MergeTable& merges) {
-  std::vector<Merge> joins(ids.size());  // joins[i]: what ids[i] and ids[i + 1] become
+  std::vector<Merge> joins(ids.size());  // joins[i]: the merge of ids[i] and ids[i + 1]
   const auto update = [&](std::size_t i) { joins[i] = i + 1 < ids.size() ? merges.find(ids[i], ids[i + 1]) : Merge(); };
   for (std::size_t i = 0; i < ids.size(); ++i) update(i);
   for (;;) {
@@ -72,17 +72,17 @@ inline void merge_short(std::vector<TokenId>& ids, const MergeTable& merges) {
   }
 }
 
-/// For many tokens, in O(n log n): a list of the tokens and a queue of the pairs that could be joined.
+/// Merges many tokens in O(n log n), with a linked list of tokens and a queue of mergeable pairs.
 inline void merge_long(std::vector<TokenId>& ids, const MergeTable& merges) {
   struct Token {
     TokenId id;
     std::size_t previous, next;
   };
-  using Pair = std::pair<std::int32_t, std::size_t>;  // rank and left token: of equal ranks the leftmost comes first
+  using Pair = std::pair<std::int32_t, std::size_t>;  // rank and left token: the leftmost of equal ranks first
   constexpr TokenId gone = -1;
   const auto count = ids.size();
   std::vector<Token> tokens(count);
-  for (std::size_t i = 0; i < count; ++i) tokens[i] = {ids[i], i - 1, i + 1};  // none before 0: beyond count
+  for (std::size_t i = 0; i < count; ++i) tokens[i] = {ids[i], i - 1, i + 1};  // before 0: wraps beyond count
 
   const auto merge_at = [&](std::size_t left) {
     return left < count && tokens[left].next < count ? merges.find(tokens[left].id, tokens[tokens[left].next].id)
@@ -101,7 +101,7 @@ inline void merge_long(std::vector<TokenId>& ids, const MergeTable& merges) {
     queue.pop();
     if (tokens[left].id == gone) continue;
     const auto merge = merge_at(left);
-    if (merge.rank != rank) continue;  // one of the two has changed since
+    if (merge.rank != rank) continue;  // outdated
     auto& right = tokens[tokens[left].next];
     right.id = gone;
     tokens[left].id = merge.result;
@@ -115,7 +115,7 @@ inline void merge_long(std::vector<TokenId>& ids, const MergeTable& merges) {
     if (token.id != gone) ids.push_back(token.id);
 }
 
-/// Joins neighbours until none can be: always the pair of the lowest rank, the leftmost of several.
+/// Joins neighbors until none can be joined: always the pair of the lowest rank, the leftmost of several.
 inline void merge_pairs(std::vector<TokenId>& ids, const MergeTable& merges) {
   ids.size() <= 64 ? merge_short(ids, merges) : merge_long(ids, merges);
 }

@@ -12,7 +12,7 @@
 
 namespace bloom {
 
-/// The first `max_length` ids of each text, in the order of the texts.
+/// Returns the first `max_length` ids of each text, in the order of the texts.
 inline std::vector<std::vector<std::int64_t>> encode_all(const BloomTokenizer& tokenizer,
                                                          std::span<const std::string> texts, std::size_t max_length,
                                                          int threads) {

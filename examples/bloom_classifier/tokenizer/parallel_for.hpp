@@ -13,8 +13,8 @@
 
 namespace bloom {
 
-/// Calls `work(i)` for each i below `count`, on so many threads, the caller's among them. Where a call throws, no
-/// further ones are begun, and the exception is thrown here.
+/// Calls `work(i)` for each i below `count` on `threads` threads, including the caller's. If a call throws, no further
+/// calls begin, and the exception is rethrown here.
 template <class Work>
 void parallel_for(std::size_t count, int threads, const Work& work) {
   if (threads < 1)
@@ -32,7 +32,7 @@ void parallel_for(std::size_t count, int threads, const Work& work) {
     }
   };
   {
-    std::vector<std::jthread> others;  // they end with this block, also where one of them cannot be started
+    std::vector<std::jthread> others;  // joined at the end of the block, even if starting one fails
     for (std::size_t i = 1; i < std::min(static_cast<std::size_t>(threads), count); ++i) others.emplace_back(work_on);
     work_on();
   }

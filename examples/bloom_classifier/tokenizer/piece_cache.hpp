@@ -12,19 +12,19 @@
 
 namespace bloom {
 
-/// Remembers the ids of pieces, since most words of a text were met before. A piece takes its slot from the piece that
-/// is there, so that memory is bounded: a few megabytes.
+/// Caches the ids of pieces, because most words of a text repeat. A new piece replaces the old one in its slot, which
+/// limits the memory to a few megabytes.
 class PieceCache {
  public:
-  static constexpr std::size_t longest_piece = 64;  // longer pieces are rarely met again
+  static constexpr std::size_t longest_piece = 64;  // longer pieces rarely repeat
 
-  /// The ids of a piece, which `encode(piece, ids)` appends to `ids` where they are not known. They are the cache's
-  /// until the next call. The owner, at least 1, is whose ids they are.
+  /// Returns the ids of a piece; if they are not cached, `encode(piece, ids)` appends them to `ids`. The reference is
+  /// valid until the next call. `owner`, at least 1, identifies the tokenizer.
   template <class Encode>
   const std::vector<TokenId>& ids_of(std::uint64_t owner, std::string_view piece, const Encode& encode) {
     auto& slot = slots_[std::hash<std::string_view>()(piece) % slots_.size()];
     if (slot.owner != owner || slot.piece != piece) {
-      slot.owner = 0;  // should what follows throw, the slot is nobody's
+      slot.owner = 0;  // marks the slot invalid if `encode` throws
       slot.ids.clear();
       encode(piece, slot.ids);
       slot.piece = piece;

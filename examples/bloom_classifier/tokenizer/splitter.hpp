@@ -8,12 +8,12 @@
 
 namespace bloom {
 
-/// The expression by which BLOOM splits text, in Oniguruma's syntax, where a [ within [^...] opens a class in it: the
-/// inner class ends at the first ], and ( ) | are characters like others. Most engines of regular expressions refuse
-/// it or read it otherwise, so `next_piece` does what it says.
+/// The expression by which BLOOM splits text, in Oniguruma's syntax, where a [ within [^...] opens a nested class: it
+/// ends at the first ], and ( ) | are ordinary characters. Most engines of regular expressions refuse it or read it
+/// differently, so `next_piece` implements it by hand.
 inline constexpr const char* split_expression = " ?[^(\\s|[.,!?…。，、।۔،])]+";
 
-/// BLOOM's punctuation and Unicode's white space. Brackets, quotes and slashes are parts of words.
+/// Returns whether a character is BLOOM's punctuation or white space. Brackets, quotes and slashes are parts of words.
 inline bool is_outside_words(char32_t c) {
   switch (c) {
     case U'(':
@@ -32,13 +32,13 @@ inline bool is_outside_words(char32_t c) {
   }
 }
 
-/// A word begins here, or a space before one.
+/// Returns whether a word, or a space before a word, begins here.
 inline bool begins_word(std::string_view text) {
   if (text.starts_with(' ')) text.remove_prefix(1);
   return !text.empty() && !is_outside_words(first_code_point(text).value);
 }
 
-/// The first piece of a text that is not empty: a word with the space before it, or all up to the next such word.
+/// Returns the first piece of a nonempty text: a word with the space before it, or everything up to the next such word.
 ///
 /// The pieces of a text follow each other without gaps: `for (; !text.empty(); text.remove_prefix(piece.size()))`.
 inline std::string_view next_piece(std::string_view text) {

@@ -26,16 +26,16 @@ struct AddedToken {
   bool normalized = false;
 };
 
-/// What the tokenizer.json of a BLOOM says.
+/// The content of a BLOOM's tokenizer.json.
 struct TokenizerFile {
-  Vocabulary vocabulary;  // the model's, without the added tokens that it lacks
+  Vocabulary vocabulary;  // the model's, without added tokens
   MergeTable merges;
   std::vector<AddedToken> added_tokens;
-  std::optional<TokenId> unknown;  // for bytes without a token, which are left out where there is none
-  bool ignore_merges = false;      // a piece that is a token is that token, whatever the merges would make of it
+  std::optional<TokenId> unknown;  // for bytes without a token; empty: such bytes are left out
+  bool ignore_merges = false;      // a piece that is a token is not built by merges
 };
 
-/// Reads a tokenizer.json and trusts nothing about it.
+/// Reads an untrusted tokenizer.json.
 class TokenizerFileReader {
  public:
   static constexpr std::uint64_t max_bytes = std::uint64_t{1} << 27;
@@ -97,7 +97,7 @@ class TokenizerFileReader {
     return Vocabulary(std::move(tokens));
   }
 
-  /// ["a", "b"], or "a b" in older files.
+  /// Reads a merge: ["a", "b"], or "a b" in older files.
   std::pair<std::string, std::string> read_merge(const Json& merge, bool is_pair) const {
     if (is_pair) {
       if (!merge.is_array() || merge.size() != 2)
@@ -111,7 +111,7 @@ class TokenizerFileReader {
     return {text.substr(0, space), text.substr(space + 1)};
   }
 
-  /// A merge's rank is its place. Of equal merges the last counts; the first line of a merges.txt is none.
+  /// Reads merges; their indices are the ranks. Repeated merges are overwritten; a merges.txt's first line is skipped.
   MergeTable read_merges(const Json& json, const Vocabulary& vocabulary) const {
     if (!json.is_array()) reader_.fail("model.merges must be an array, got ", reader_.shown_json(json));
     require_count(json, "model.merges", max_merges);
@@ -133,7 +133,7 @@ class TokenizerFileReader {
     require_count(json, "added_tokens", max_tokens);
     std::vector<AddedToken> tokens;
     Vocabulary seen;
-    auto next_id = vocabulary.size();  // tokens that the vocabulary lacks follow it, in their order
+    auto next_id = vocabulary.size();  // further tokens follow the vocabulary, in their order
     for (const auto& token : json) {
       const auto& content = added_content(token);
       const auto what = "added_tokens: " + shown(content);

@@ -9,7 +9,7 @@
 
 namespace bloom {
 
-/// How BLOOM's tokenizer.json says that text is split, and its bytes written as characters.
+/// Returns BLOOM's rules to split text and to write its bytes as characters, as in tokenizer.json.
 inline nlohmann::json bloom_pre_tokenizer() {
   return {
       {"type", "Sequence"},
@@ -18,7 +18,7 @@ inline nlohmann::json bloom_pre_tokenizer() {
         {{"type", "ByteLevel"}, {"add_prefix_space", false}, {"trim_offsets", true}, {"use_regex", false}}}}};
 }
 
-/// Refuses by its name what is not of BLOOM's kind: to tokenise it nearly right would be worse.
+/// Refuses other kinds of tokenizers by name, because almost correct ids would be worse than an error.
 class TokenizerKind {
  public:
   using Json = nlohmann::json;
@@ -41,7 +41,7 @@ class TokenizerKind {
   }
 
  private:
-  /// The type that a part of the file names: 'ByteLevel'.
+  /// Returns the type of a part of the file: 'ByteLevel'.
   static std::string type_of(const Json& part) {
     const auto type = part.is_object() ? part.value("type", Json()) : Json();
     return type.is_string() ? shown(type.get_ref<const std::string&>()) : JsonReader::shown_json(part);

@@ -14,7 +14,7 @@
 
 namespace bloom {
 
-/// A tokenizer.json of BLOOM's kind for these ids by tokens, and these merges.
+/// Makes a tokenizer.json of BLOOM's kind from the ids of tokens and the merges.
 inline nlohmann::json tokenizer_json(const nlohmann::json& vocab, const nlohmann::json& merges) {
   using Json = nlohmann::json;
   auto added_tokens = Json::array();
@@ -42,7 +42,7 @@ inline nlohmann::json tokenizer_json(const nlohmann::json& vocab, const nlohmann
 
 namespace detail {
 
-/// A trainer that has made at most `vocabulary_size` tokens.
+/// Returns a trainer with at most `vocabulary_size` tokens.
 inline BytePairTrainer trained_pairs(std::span<const std::string> texts, std::int64_t vocabulary_size) {
   constexpr std::int64_t smallest = special_tokens.size() + 256, largest = TokenizerFileReader::max_tokens;
   if (vocabulary_size < smallest || vocabulary_size > largest)
@@ -57,7 +57,7 @@ inline BytePairTrainer trained_pairs(std::span<const std::string> texts, std::in
 
 }  // namespace detail
 
-/// A tokenizer.json of BLOOM's kind with at most `vocabulary_size` tokens, fewer where the texts give no more.
+/// Trains a tokenizer.json of BLOOM's kind with at most `vocabulary_size` tokens; fewer if the texts yield no more.
 inline nlohmann::json train_tokenizer(std::span<const std::string> texts, std::int64_t vocabulary_size) {
   const auto trainer = detail::trained_pairs(texts, vocabulary_size);
   auto vocab = nlohmann::json::object();

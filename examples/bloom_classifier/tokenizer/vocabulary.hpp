@@ -14,12 +14,12 @@
 
 namespace bloom {
 
-/// Tokens by their ids 0, 1, ..., and ids by their tokens.
+/// Maps the ids 0, 1, ... to tokens, and tokens to ids.
 class Vocabulary {
  public:
   Vocabulary() = default;
 
-  /// The tokens must differ from each other.
+  /// The tokens must be distinct.
   explicit Vocabulary(std::vector<std::string> tokens) : tokens_(std::move(tokens)) {
     ids_.reserve(tokens_.size());
     for (std::size_t i = 0; i < tokens_.size(); ++i) ids_.emplace(tokens_[i], static_cast<TokenId>(i));

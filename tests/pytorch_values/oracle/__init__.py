@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scripts beside this folder share: numbers that C++ can make too, and the header they write.
+"""Shared by the scripts of the parent folder: numbers that C++ can compute, too, and the header that they write.
 
-A folder of its own, since `./bootstrap.sh oracle` runs every script that lies beside it.
+It has a separate folder, because `./bootstrap.sh oracle` runs every script of the parent folder.
 """
 import pathlib
 
@@ -9,13 +9,13 @@ import torch
 
 
 def waves(*shape, start):
-    """Sines of their index, so that the C++ test needs no file and no generator."""
+    """Returns sines of their index, so that the C++ test needs no file and no generator."""
     count = torch.Size(shape).numel()
     return torch.sin(torch.arange(start, start + count, dtype=torch.float64)).reshape(shape)
 
 
 def fill_with_waves(model, amplitude=1.0):
-    """One wave that goes through all parameters."""
+    """Fills all parameters with one wave."""
     start = 0
     with torch.no_grad():
         for parameter in model.parameters():
@@ -24,7 +24,7 @@ def fill_with_waves(model, amplitude=1.0):
 
 
 def braced(values):
-    """The values as C++ initialises a vector with them; repr gives every bit of a float."""
+    """Formats values as a C++ initializer of a vector; repr keeps every bit of a float."""
     return "{" + ", ".join(map(repr, values)) + "}"
 
 

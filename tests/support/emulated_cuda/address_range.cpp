@@ -35,7 +35,7 @@ char* AddressRange::host(const void* address) const {
   return host_ + (static_cast<const char*>(address) - device_);
 }
 
-/// Pages that these bytes fill: others hold what is in use.
+/// Releases only the pages that these bytes fill; others may hold memory in use.
 void AddressRange::release(char* address, std::size_t bytes) const {
   const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
   const auto offset = static_cast<std::size_t>(host(address) - host_);

@@ -10,8 +10,8 @@ namespace emulated_cuda {
 inline constexpr c10::DeviceIndex number_of_devices = 2;
 inline constexpr std::size_t bytes_of_a_device = std::size_t{8} << 30;
 
-/// The addresses of the devices' memory. They are reserved but cannot be read or written, so that a host which takes
-/// a device's pointer for its own faults. The bytes are elsewhere, at a fixed distance, where the emulation works.
+/// The addresses of the devices' memory, reserved without access, so that a host that dereferences a device's pointer
+/// faults. The bytes are at a fixed distance, where the emulation accesses them.
 class AddressRange {
  public:
   static const AddressRange& get();
@@ -21,9 +21,9 @@ class AddressRange {
   }
   bool contains(const void* address) const { return address >= device_ && address < device_ + size; }
   c10::DeviceIndex device_of(const void* address) const;
-  /// Where the bytes at a device's address are.
+  /// Returns the host address of the bytes at a device's address.
   char* host(const void* address) const;
-  /// Gives pages back to the operating system; then they hold zeros.
+  /// Returns pages to the operating system; then they hold zeros.
   void release(char* address, std::size_t bytes) const;
 
  private:

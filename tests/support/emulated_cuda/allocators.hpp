@@ -6,17 +6,17 @@
 
 namespace emulated_cuda {
 
-/// The allocator of all devices: allocates on the current one.
+/// The allocator of all devices; it uses the current one.
 c10::Allocator& device_allocator();
 
-/// Allocates on one device, for a storage through which a CPU's kernel sees a storage of the device: the pointer is
-/// one that the kernel can use.
+/// Allocates on one device for a storage through which a CPU kernel accesses the device's memory; its pointers are
+/// valid on the host.
 c10::Allocator& host_view_allocator(c10::DeviceIndex device);
 
-/// What `host_view_allocator` gave, as the device's tensors know it.
+/// Converts a result of `host_view_allocator` to the pointer in the device's tensors.
 c10::DataPtr as_device_pointer(c10::DataPtr host_view);
 
-/// Memory of the host from which a device could copy by itself.
+/// Allocates pinned memory of the host, from which a device can copy asynchronously.
 c10::Allocator& pinned_allocator();
 bool is_pinned(const void* address);
 

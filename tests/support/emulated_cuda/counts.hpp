@@ -6,18 +6,18 @@
 
 namespace emulated_cuda {
 
-/// What the devices did, and for what the host would have waited.
+/// Counts the devices' work and the host's waits.
 struct Counts {
   std::atomic<std::int64_t> waits = 0, copies_to_host = 0, copies_to_device = 0, launches = 0;
 };
 
 Counts& counts();
 
-/// The host waits for a device. An error if this thread's stream is being captured.
+/// Counts a wait of the host. Throws if this thread's stream is being captured.
 void wait();
-/// Of a kernel, unless it is captured.
+/// Counts a kernel launch, unless it is captured.
 void count_launch();
-/// Whether what this thread issues is captured, not executed.
+/// Returns whether this thread's work is captured instead of executed.
 bool is_capturing();
 
 }  // namespace emulated_cuda

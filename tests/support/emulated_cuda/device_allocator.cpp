@@ -22,7 +22,7 @@ c10::DataPtr device_pointer(void* block, c10::DeviceIndex device) {
   return {block, block, &free_block, c10::Device(c10::kCUDA, device)};
 }
 
-constexpr std::size_t bytes_of_a_context = std::size_t{128} << 20;  // which a driver takes for itself
+constexpr std::size_t bytes_of_a_context = std::size_t{128} << 20;  // memory that the driver uses
 
 class Allocator final : public c10::DeviceAllocator {
  public:

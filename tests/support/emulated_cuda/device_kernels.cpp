@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The library's own kernels for devices, from the same source, run on the host: one block of threads after another, and
-// in each the threads in turn between its barriers.
+// Runs the library's kernels for devices, from the same source, on the host: one block after another, and the threads
+// of a block in turn between its barriers.
 
 #include "address_range.hpp"
 #include "counts.hpp"
@@ -39,7 +39,7 @@ void run_blocks(const typename Block::Arguments& arguments, std::int64_t blocks,
 
 #include <gradaccum/detail/kernels/device/kernels.inl>
 
-/// Where the bytes of a device are; memory of the host, which tests may pass, is where it is.
+/// Converts a device's address to the host's; addresses of host memory, which tests may pass, stay.
 template <class T>
 void to_host(T*& pointer) {
   const auto& range = emulated_cuda::AddressRange::get();
@@ -99,7 +99,7 @@ void to_host(ScaleLaunch& launch) {
   to_host(launch.to);
 }
 
-/// Threads `[from, to)` of a block, one after another; each time in the other direction, for a device promises no
+/// Runs threads `[from, to)` of a block one after another, in alternating direction, because a device guarantees no
 /// order.
 template <class Block, class Run>
 void in_turn(std::vector<Block>& threads, int from, int to, bool backwards, const Run& run) {
@@ -109,7 +109,7 @@ void in_turn(std::vector<Block>& threads, int from, int to, bool backwards, cons
   }
 }
 
-/// Those that wait for one another between phases.
+/// Runs threads that wait for one another between phases.
 template <class Block>
 constexpr int threads_together() {
   if constexpr (requires { Block::warps_are_independent; }) return 32;
@@ -122,7 +122,7 @@ void run_block(const typename Block::Arguments& arguments, std::int64_t block, s
   const bool turned = backwards.exchange(!backwards);
   std::vector<Block> threads(threads_of_block);
   alignas(16) unsigned char memory[sizeof(typename Block::Shared)];
-  std::memset(memory, 0xFF, sizeof(memory));  // a device's holds anything
+  std::memset(memory, 0xFF, sizeof(memory));  // uninitialized on a device
   auto& shared = *reinterpret_cast<typename Block::Shared*>(memory);
   in_turn(threads, 0, threads_of_block, turned, [&](Block& thread) { thread.begin(arguments, block, shared); });
   constexpr int together = threads_together<Block>();
@@ -133,7 +133,7 @@ void run_block(const typename Block::Arguments& arguments, std::int64_t block, s
        ...);
 }
 
-/// From the last block to the first: a device promises no order.
+/// Runs from the last block to the first, because a device guarantees no order.
 template <class Block>
 void run_blocks(const typename Block::Arguments& of_device, std::int64_t blocks, void* /*stream*/) {
   if (blocks == 0) return;

@@ -17,14 +17,14 @@ using c10::CachingAllocator::Stat;
 using c10::CachingAllocator::StatArray;
 using c10::CachingDeviceAllocator::DeviceStats;
 
-constexpr std::size_t block_bytes = 512;  // as CUDA's caching allocator rounds
+constexpr std::size_t block_bytes = 512;  // the rounding of CUDA's caching allocator
 
 std::atomic<std::int64_t> allocations_until_failure = 0;
 std::atomic<bool> fill_new_memory = true;
 
 std::size_t rounded(std::size_t bytes) { return (bytes + block_bytes - 1) / block_bytes * block_bytes; }
 
-/// The sum of a statistic over what LibTorch keeps apart as small and large blocks.
+/// Returns the total of a statistic that LibTorch also keeps for small and large blocks.
 Stat& all(StatArray& statistic) {
   return statistic[static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
 }
@@ -72,7 +72,7 @@ char* DeviceMemory::allocate(std::size_t bytes) {
 }
 
 void DeviceMemory::free(char* address) {
-  std::shared_ptr<MemoryPool> pool;  // may end here, when this memory is not locked any more
+  std::shared_ptr<MemoryPool> pool;  // destroyed after the lock is released
   std::unique_lock lock(mutex_);
   const auto found = used_.find(address);
   TORCH_INTERNAL_ASSERT(found != used_.end(), "emulated CUDA: this block is not in use");
@@ -130,7 +130,7 @@ std::optional<char*> DeviceMemory::take(std::size_t bytes) {
   return address;
 }
 
-/// Free neighbours become one.
+/// Frees a block, and merges it with free neighbors.
 void DeviceMemory::put_back(char* address, std::size_t bytes) {
   const auto next = free_by_address_.lower_bound(address);
   if (next != free_by_address_.end() && address + bytes == next->first) {
@@ -169,7 +169,7 @@ void DeviceMemory::throw_out_of_memory(std::size_t bytes) {
       " are in use.");
 }
 
-/// Memory that was freed counts as reserved, as that of CUDA's caching allocator.
+/// Counts freed memory as reserved, like CUDA's caching allocator.
 void DeviceMemory::count(const Block& block) {
   all(statistics_.allocation).increase(1);
   all(statistics_.active).increase(1);
@@ -188,7 +188,7 @@ void DeviceMemory::discount(const Block& block) {
   all(statistics_.requested_bytes).decrease(block.requested);
 }
 
-/// To LibTorch's profiler, and whoever else listens.
+/// Reports to LibTorch's profiler and to other listeners.
 void DeviceMemory::report(char* block, std::int64_t change) const {
   const auto now = statistics();
   c10::reportMemoryUsageToProfiler(block, change, static_cast<std::size_t>(all(now.allocated_bytes).current),

@@ -20,7 +20,7 @@ namespace emulated_cuda {
 
 class DeviceMemory;
 
-/// The memory of graphs. While one of them lives, blocks that were freed are not given out again.
+/// The memory of graphs. While a graph lives, its freed blocks are not reused.
 struct MemoryPool {
   explicit MemoryPool(DeviceMemory& all) : memory(all) {}
   MemoryPool(const MemoryPool&) = delete;
@@ -31,10 +31,10 @@ struct MemoryPool {
   std::vector<char*> freed = {};
 };
 
-/// The blocks of one device's memory, by best fit.
+/// The blocks of one device's memory, allocated by best fit.
 class DeviceMemory {
  public:
-  /// The devices' memories are never destroyed: tensors may outlive all else at the end of a program.
+  /// Returns a device's memory, which is never destroyed, because tensors may live until the program ends.
   static DeviceMemory& of(c10::DeviceIndex device);
 
   explicit DeviceMemory(c10::DeviceIndex device);
@@ -45,7 +45,7 @@ class DeviceMemory {
   void release_free_pages();
   std::shared_ptr<MemoryPool> pool(c10::MempoolId_t id);
 
-  /// The device was in use at some time, as its CUDA context tells.
+  /// Returns whether the device was ever used, as a CUDA context shows.
   bool touched() const { return touched_; }
   c10::CachingDeviceAllocator::DeviceStats statistics() const;
   void reset_peak();

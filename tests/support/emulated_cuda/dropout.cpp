@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Dropout, which on CUDA is one kernel and on the CPU three. Here it is one that gives the bits of the three.
+// Dropout, which is one kernel on CUDA and three on the CPU: one kernel here, with the bits of the three.
 
 #include "fallback.hpp"
 #include "generator.hpp"
@@ -18,7 +18,7 @@ namespace {
 using at::Tensor;
 using torch::jit::Stack;
 
-/// On the CPU; what is left and what was left.
+/// Returns the result on the CPU, and the mask of kept elements.
 std::tuple<Tensor, Tensor> some_of(const Tensor& input, double dropped, const at::Generator& numbers) {
   const auto noise = at::empty_like(input).bernoulli_(1 - dropped, numbers);
   const auto mask = noise.to(at::kBool);
@@ -38,7 +38,7 @@ void dropout(const c10::OperatorHandle& operation, Stack* stack) {
   });
 }
 
-/// The last argument is by which what was left was multiplied.
+/// The last argument is the factor of kept elements.
 void dropout_backward(const c10::OperatorHandle& operation, Stack* stack) {
   run(operation, stack, [](Stack* host) {
     const auto scale = torch::jit::pop(*host).toDouble();

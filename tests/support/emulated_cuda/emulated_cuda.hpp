@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// An emulated CUDA device, for tests of what a device does on machines that have none: libemulated_cuda.so registers
-// two devices with LibTorch when it is loaded. Their operations are those of the CPU; their memory is apart from the
-// host's, which cannot read it; they count for what a host would have waited.
+// An emulated CUDA device, to test code for devices on machines without one: libemulated_cuda.so registers two devices
+// with LibTorch when it is loaded. Their operations are the CPU's; the host cannot read their memory; and they count
+// the operations for which a host would wait.
 
 #include <cstdint>
 #include <cstdlib>
@@ -28,12 +28,12 @@ struct GraphImplInterface;
 
 extern "C" {
 
-/// Since the library was loaded, or since `emulated_cuda_reset_counts`, on all threads.
+/// Counts on all threads since the library was loaded, or since `emulated_cuda_reset_counts`.
 struct EmulatedCudaCounts {
-  std::int64_t waits;             ///< of the host, for a device: blocking copies either way, item(), synchronize() ...
+  std::int64_t waits;             ///< waits of the host: blocking copies in both directions, item(), synchronize() ...
   std::int64_t copies_to_host;    ///< blocking or not; item() is one
   std::int64_t copies_to_device;  ///< from the host, blocking or not
-  std::int64_t launches;          ///< operations on a device; views and such copies are none
+  std::int64_t launches;          ///< operations on a device, except views and copies from or to the host
 };
 
 struct EmulatedCudaMemory {
@@ -47,23 +47,23 @@ EmulatedCudaCounts emulated_cuda_counts();
 void emulated_cuda_reset_counts();
 EmulatedCudaMemory emulated_cuda_memory(int device);
 void emulated_cuda_reset_peak(int device);
-/// The n-th allocation from now on, 1 the next, throws `c10::OutOfMemoryError`; 0: none does.
+/// Makes the n-th allocation from now on, 1 the next, throw `c10::OutOfMemoryError`; 0: none.
 void emulated_cuda_fail_allocation(std::int64_t nth);
-/// An allocation that would bring a device above so many bytes throws `c10::OutOfMemoryError`; < 0: no limit.
+/// Makes allocations beyond this number of bytes on a device throw `c10::OutOfMemoryError`; < 0: no limit.
 void emulated_cuda_limit_memory(int device, std::int64_t bytes);
-/// From now on the first matrix product or convolution of each thread on a device allocates a workspace of so many
-/// bytes there, which stays, as cuBLAS's do; 0: none does. Either way frees the workspaces of before.
+/// Makes the first matrix product or convolution of each thread on a device allocate a permanent workspace of this
+/// size, like cuBLAS; 0: none. Frees earlier workspaces.
 void emulated_cuda_use_workspaces(std::int64_t bytes);
-/// Whether new memory holds NaNs (bytes 0xFF), as it does by default, or what was there before.
+/// Sets whether new memory is filled with NaNs (bytes 0xFF), the default, or keeps its old content.
 void emulated_cuda_fill_new_memory(bool fill);
-/// The library's own kernels for devices, which run on the host here. They take the host's memory, too.
+/// The library's kernels for devices, which run on the host here, and also accept its memory.
 const gradaccum::detail::DeviceKernels* emulated_cuda_kernels();
 /// A graph, to capture work on a device; the caller deletes it.
 gradaccum::detail::GraphImplInterface* emulated_cuda_new_graph();
 }
 
 #ifdef __clang__
-// Clang's check of indirect calls takes a function of another shared library for one of another type.
+// Clang's check of indirect calls mistakes the type of a function in another shared library.
 #define EMULATED_CUDA_CALLS_LIBRARY __attribute__((no_sanitize("function")))
 #else
 #define EMULATED_CUDA_CALLS_LIBRARY
@@ -71,7 +71,7 @@ gradaccum::detail::GraphImplInterface* emulated_cuda_new_graph();
 
 namespace testing::emulated_cuda {
 
-/// Loads the library that the environment variable names, if it is set. Call it first in main.
+/// Loads the library that the environment variable names, if it is set. Call this first in main.
 inline void load(const char* variable = "GRADACCUM_EMULATED_CUDA") {
   const char* const path = std::getenv(variable);
   if (path && *path && !dlopen(path, RTLD_NOW | RTLD_GLOBAL)) throw std::runtime_error(dlerror());
@@ -79,7 +79,7 @@ inline void load(const char* variable = "GRADACCUM_EMULATED_CUDA") {
 
 inline bool is_loaded() { return dlsym(RTLD_DEFAULT, "emulated_cuda_counts") != nullptr; }
 
-/// Calls a function of the library, which must be loaded. It is looked for by name, as no program links with it.
+/// Calls a function of the library, which must be loaded. Finds it by name, because programs do not link with it.
 template <class Function, class... Arguments>
 EMULATED_CUDA_CALLS_LIBRARY auto call(const char* name, Arguments... arguments) {
   auto* const function = reinterpret_cast<Function*>(dlsym(RTLD_DEFAULT, name));

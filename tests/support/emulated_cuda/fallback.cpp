@@ -96,7 +96,7 @@ struct Recorded {
       for_each_tensor(value, [&](const at::Tensor& tensor) { write(tensor, views.host(*known++)); });
   }
 
-  /// Nothing is to do for a result that is an argument, or a view of one.
+  /// Writes a result. Results that are arguments, or views of one, are already written.
   static void write(const at::Tensor& result, const at::Tensor& known) {
     const auto *const from = result.storage().data(), *const to = known.storage().data();
     if (from == to) return;
@@ -105,7 +105,7 @@ struct Recorded {
   }
 };
 
-/// What an operation may write to, before it does.
+/// Saves the tensors that an operation may write to.
 void save(Graph& graph, const OperatorHandle& operation, c10::ArrayRef<IValue> arguments, c10::DeviceIndex device) {
   for (std::size_t i = 0; i < arguments.size(); ++i) {
     const auto& argument = operation.schema().arguments()[i];
@@ -118,7 +118,7 @@ void save(Graph& graph, const OperatorHandle& operation, c10::ArrayRef<IValue> a
   }
 }
 
-/// An argument as a graph has it: an address of the device or of pinned memory that is copied, or the host's numbers.
+/// Returns an argument for a graph: the device's or pinned address, or a copy of the host's numbers.
 at::Tensor as_captured(Graph& graph, const at::Tensor& tensor, bool copied) {
   if (!tensor.defined() || (copied && tensor.is_cpu())) return tensor;
   if (tensor.is_cuda()) return with_storage(tensor, graph.fixed(tensor.storage()));

@@ -8,19 +8,19 @@
 
 namespace emulated_cuda {
 
-/// Takes an operation's arguments from a stack, on the host, and leaves the results.
+/// Takes an operation's arguments from a stack, on the host, and pushes the results.
 using HostKernel = std::function<void(torch::jit::Stack*)>;
 
-/// An operation, done by a kernel in the device's memory; or recorded, if this thread's stream there is captured.
+/// Runs an operation's kernel in the device's memory, or records it if this thread's stream there is captured.
 void run(const c10::OperatorHandle& operation, torch::jit::Stack* stack, const HostKernel& kernel);
 
-/// An operation on dense tensors of a device, done by the CPU's kernel in the device's memory.
+/// Runs an operation on dense tensors of a device by the CPU's kernel in the device's memory.
 void run_on_host(const c10::OperatorHandle& operation, torch::jit::Stack* stack);
 
-/// One of whose tensors is sparse.
+/// Runs an operation with a sparse tensor.
 void run_sparse_on_host(const c10::OperatorHandle& operation, torch::jit::Stack* stack);
 
-/// One on lists of tensors: a GPU does at once what lies on one device, and else one tensor after the other.
+/// Runs an operation on lists of tensors: a GPU uses one kernel if all are on one device, else one per tensor.
 void run_list_on_host(const c10::OperatorHandle& operation, torch::jit::Stack* stack);
 
 }  // namespace emulated_cuda

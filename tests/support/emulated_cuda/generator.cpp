@@ -15,7 +15,7 @@
 namespace emulated_cuda {
 namespace {
 
-constexpr std::uint64_t offset_of_an_operation = 4;  // what a thread of a GPU takes at once
+constexpr std::uint64_t offset_of_an_operation = 4;  // the numbers that a GPU's thread takes together
 constexpr std::uint64_t odd_constant = 0x9E3779B97F4A7C15;
 
 }  // namespace
@@ -57,7 +57,7 @@ void DeviceGenerator::set_offset(std::uint64_t offset) {
   numbers_.set_current_seed(seed_ ^ (offset * odd_constant));
 }
 
-/// That of the CPU's generator, the seed, and the offset.
+/// Returns the state of the CPU's generator, the seed, and the offset.
 c10::intrusive_ptr<c10::TensorImpl> DeviceGenerator::get_state() const {
   auto numbers = numbers_;
   const std::lock_guard lock(numbers.mutex());

@@ -9,18 +9,18 @@
 
 namespace emulated_cuda {
 
-/// A device's random numbers: those of a generator of the CPU's, of its own.
+/// A device's random numbers, drawn from a separate CPU generator.
 ///
-/// The offset tells how many operations took numbers since the seed. CUDA's generator can be set to any offset;
-/// this one begins another sequence for each, of which that at 0 is the seed's.
+/// The offset counts the operations that took numbers since the seed. CUDA's generator can be set to any offset; this
+/// one begins a different sequence at each, and the seed's at 0.
 class DeviceGenerator final : public c10::GeneratorImpl {
  public:
   explicit DeviceGenerator(c10::DeviceIndex device);
 
-  /// The default one of a device, which lives as long as the program.
+  /// Returns a device's default generator, which lives as long as the program.
   static const at::Generator& of(c10::DeviceIndex device);
 
-  /// The CPU's generator, for an operation that is about to take numbers.
+  /// Returns the CPU generator for an operation that is about to take numbers.
   at::Generator numbers();
 
   void set_current_seed(std::uint64_t seed) override;

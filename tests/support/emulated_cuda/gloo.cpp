@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Gloo sums tensors of a device by way of the host. LibTorch has that for all its operations but this one in the CPU's
-// library; the sum is CUDA's to add.
+// Gloo sums tensors of a device on the host. LibTorch's CPU library implements this for all operations except
+// allreduce, which the CUDA library adds.
 
 #ifdef USE_C10D_GLOO
 
@@ -16,7 +16,7 @@
 #include <vector>
 
 namespace c10d {
-// As LibTorch declares it, in a header that needs Gloo's own.
+// Repeats LibTorch's declaration from a header that needs Gloo's headers.
 C10_DECLARE_TYPED_REGISTRY(GlooAllreduceRegistry, c10::DeviceType, ProcessGroupGloo::AsyncWork, c10::intrusive_ptr,
                            std::shared_ptr<gloo::Context>, std::vector<at::Tensor>&, ReduceOp, std::uint32_t,
                            std::uint64_t, std::chrono::milliseconds);

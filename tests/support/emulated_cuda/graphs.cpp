@@ -91,7 +91,7 @@ void Graph::capture_end() {
   TORCH_CHECK(false, "CUDA error: operation failed due to a previous error during capture");
 }
 
-/// In reverse order: storages may share memory.
+/// Restores in reverse order, because storages may share memory.
 void Graph::undo() {
   capture_on(device_) = nullptr;
   for (auto saved = saved_.rbegin(); saved != saved_.rend(); ++saved) {
@@ -138,7 +138,7 @@ void Graph::add_block(const void* block) {
   blocks_.insert(block);
 }
 
-/// Integers are filled with zeros: a later capture may index with them, which now runs on the host.
+/// Fills integers with zeros: a later capture may index with them, which runs on the host here.
 void Graph::save(const at::Tensor& tensor) {
   check_valid();
   const auto& storage = tensor.storage();

@@ -26,16 +26,16 @@ struct MemoryPool;
 
 /// Work that was captured on a stream, to be replayed.
 ///
-/// Kernels of the CPU have to run while they are captured, as only they tell the shapes of their results; the end of
-/// the capture undoes what they wrote. Each is recorded as a function that runs it again in the same memory.
+/// CPU kernels have to run while they are captured, because only they determine the shapes of their results; the end of
+/// the capture restores the memory that they wrote. Each is recorded as a function that repeats it in the same memory.
 class Graph final : public gradaccum::detail::GraphImplInterface {
  public:
-  /// The graph that captures what this thread issues to a device; null if that is executed.
+  /// Returns the graph that captures this thread's work on a device; null if the work is executed.
   static Graph* capturing(c10::DeviceIndex device);
   static Graph* capturing(const c10::Stream& stream);
-  /// Makes a stream wait for an event of the capture of that number. It is captured then, too.
+  /// Makes a stream wait for an event of the numbered capture, which then captures the stream, too.
   static void join(std::uint64_t capture, c10::DeviceIndex device, const c10::Stream& stream);
-  /// Ends the captures of this thread's streams by an error, as what is about to be done is not allowed there.
+  /// Ends the captures of this thread's streams with an error, because the next operation is not allowed in them.
   static void refuse_in_captures();
 
 #if __has_include(<ATen/core/GraphImplInterface.h>)
@@ -57,21 +57,21 @@ class Graph final : public gradaccum::detail::GraphImplInterface {
   c10::MempoolId_t pool() const override;
 
   std::uint64_t number_of_capture() const { return capture_; }
-  /// Where the blocks lie that are allocated during the capture.
+  /// Returns the pool of blocks that are allocated during the capture.
   const std::shared_ptr<MemoryPool>& memory() const { return memory_; }
 
-  /// Notes memory that is allocated during the capture: before a replay, it holds nothing.
+  /// Records memory that is allocated during the capture and has no content before a replay.
   void add_block(const void* block);
-  /// Remembers the bytes of an operation's argument before it runs, or of a result, for the end of the capture.
+  /// Saves the bytes of an operation's argument before it runs, or of a result, until the end of the capture.
   void save(const at::Tensor& tensor);
-  /// The same memory, whatever becomes of the storage: a graph holds addresses, and keeps nothing alive.
+  /// Returns the same memory without ownership, because a graph holds addresses and keeps nothing alive.
   c10::Storage fixed(const c10::Storage& storage);
   void record(std::function<void()> work);
 
  private:
   struct Saved {
     c10::Storage storage;
-    std::string bytes;  // none of memory that was allocated during the capture
+    std::string bytes;  // empty for memory that was allocated during the capture
     int fill;
   };
 
@@ -82,10 +82,10 @@ class Graph final : public gradaccum::detail::GraphImplInterface {
   void check_valid() const;
   void check_captured() const;
 
-  std::mutex mutex_;  // several threads may issue work: autograd's
+  std::mutex mutex_;  // autograd's threads issue work, too
   c10::DeviceIndex device_ = 0;
   std::uint64_t capture_ = 0;
-  std::vector<c10::StreamId> streams_;  // the one on which the capture began is the first
+  std::vector<c10::StreamId> streams_;  // the capture began on the first
   c10::MempoolId_t pool_ = {0, 0};
   std::shared_ptr<MemoryPool> memory_;
   at::Tensor numbers_;  // the state of the device's generator before the capture

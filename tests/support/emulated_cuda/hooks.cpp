@@ -13,7 +13,7 @@ namespace {
 
 c10::DeviceIndex or_current(c10::DeviceIndex device) { return device < 0 ? current_device() : device; }
 
-/// What LibTorch's CPU library asks of CUDA's. It looks for a class of this very name.
+/// The functions that LibTorch's CPU library calls in CUDA's. LibTorch looks for a class of this name.
 class CUDAHooks final : public at::CUDAHooksInterface {
  public:
   explicit CUDAHooks(at::CUDAHooksArgs /*none*/) {}

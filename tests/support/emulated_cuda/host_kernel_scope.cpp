@@ -8,7 +8,7 @@
 namespace emulated_cuda {
 namespace {
 
-/// Passes on what is reported of devices.
+/// Passes on reports about devices only.
 class ReportsOfDevices final : public c10::MemoryReportingInfoBase {
  public:
   explicit ReportsOfDevices(c10::MemoryReportingInfoBase& outer) : outer_(outer) {}

@@ -9,8 +9,8 @@
 
 namespace emulated_cuda {
 
-/// While it lives, this thread runs a kernel of the CPU for a device: a kernel only, without autograd or the CPU's
-/// autocast, and memory that it takes from the CPU is not reported, as a device would not have taken it there.
+/// Makes this thread run a CPU kernel for a device while it lives: without autograd or the CPU's autocast, and without
+/// reports of the CPU memory that it takes, because a device would not take it there.
 class HostKernelScope {
  public:
   HostKernelScope();

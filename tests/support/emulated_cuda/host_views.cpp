@@ -102,13 +102,13 @@ c10::Storage HostViews::host(const c10::Storage& storage) {
 
 void HostViews::write_back() {
   for (auto& storages : storages_) write_back(storages);
-  for (std::size_t i = 0; i < tensors_.size(); ++i) {  // a sparse tensor's new values add to them
+  for (std::size_t i = 0; i < tensors_.size(); ++i) {  // a sparse tensor's new values are appended
     const auto [device, host] = tensors_[i];
     is_sparse(device) ? write_back_sparse(device, host) : write_back_dense(device, host);
   }
 }
 
-/// A storage that was resized has memory of the device's already.
+/// Writes changes of a storage back; a resized one already has memory of the device.
 void HostViews::write_back(Storages& storages) {
   auto& host = *storages.host.unsafeGetStorageImpl();
   auto& device = *storages.device.unsafeGetStorageImpl();
@@ -142,7 +142,7 @@ at::Tensor HostViews::device(const at::Tensor& result) {
   return tensor;
 }
 
-/// A view is a tensor of inference mode if what it views is one; any other result is one in that mode.
+/// A view inherits inference mode from its base; any other result takes the current mode.
 at::Tensor HostViews::dense_device(const at::Tensor& result) {
   const auto storage = device(result.storage());
   for (auto& known : tensors_)
@@ -165,7 +165,7 @@ c10::Storage HostViews::device(const c10::Storage& storage) {
   return copied(storage);
 }
 
-/// All of the storage: then results that share it still do, and keep their strides.
+/// Copies the whole storage, so that results that share it still do, and keep their strides.
 c10::Storage HostViews::copied(const c10::Storage& host) {
   const DeviceScope scope(device_);
   auto storage = c10::Storage(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), host.nbytes(),

@@ -9,22 +9,22 @@
 
 namespace emulated_cuda {
 
-/// A tensor of the same shape in another storage, which is of the device of that.
+/// Returns a tensor of the same shape in another storage, on that storage's device.
 at::Tensor with_storage(const at::Tensor& tensor, c10::Storage storage);
 
-/// The tensors of one operation on a device, as the CPU's kernel sees them: the same bytes at other addresses. What the
-/// kernel does to a tensor itself (resizes it, sets another storage) is done to the device's tensor afterwards.
+/// The tensors of one operation on a device as a CPU kernel sees them: the same bytes at other addresses. Changes that
+/// the kernel makes to a tensor itself (its size or storage) are applied to the device's tensor afterwards.
 class HostViews {
  public:
   explicit HostViews(c10::DeviceIndex device) : device_(device) {}
 
-  /// A view of a device's tensor; a tensor of the CPU as it is.
+  /// Returns a view of a device's tensor; returns a CPU tensor unchanged.
   at::Tensor host(const at::Tensor& tensor);
   c10::Storage host(const c10::Storage& storage);
 
   void write_back();
 
-  /// The device's tensor for a result: that of which it is the view, or another with its storage, or one with a copy.
+  /// Returns the device's tensor for a result: the tensor it views, another with its storage, or a copy.
   at::Tensor device(const at::Tensor& result);
   c10::Storage device(const c10::Storage& storage);
 
@@ -48,7 +48,7 @@ class HostViews {
 
   c10::DeviceIndex device_;
   std::vector<Tensors> tensors_;
-  std::vector<at::Tensor> unchanged_;  // of the CPU, from the beginning
+  std::vector<at::Tensor> unchanged_;  // CPU tensors among the arguments
   std::vector<Storages> storages_;
 };
 

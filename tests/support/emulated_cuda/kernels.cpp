@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Operations that a device does otherwise than the CPU.
+// Operations that differ between CUDA and the CPU.
 
 #include "allocators.hpp"
 #include "fallback.hpp"
@@ -41,10 +41,10 @@ at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, o
                                            c10::dtype_or_default(dtype));
 }
 
-/// Memory is reused at once, as all is executed in order.
+/// Does nothing: memory can be reused immediately, because everything runs in order.
 void record_stream(at::Tensor& /*self*/, at::Stream /*stream*/) {}
 
-/// Of float16 to float32, which the CPU does in two steps.
+/// Handles softmax from float16 to float32, which the CPU does in two steps.
 void softmax(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
   auto* const arguments = &torch::jit::peek(*stack, 0, operation.schema().arguments().size());
   auto &input = arguments[0], &half_to_float = arguments[2];

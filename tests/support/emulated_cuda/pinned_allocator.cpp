@@ -11,7 +11,7 @@
 namespace emulated_cuda {
 namespace {
 
-/// Which of the host's addresses are pinned.
+/// The pinned addresses of the host.
 class PinnedRanges {
  public:
   static PinnedRanges& get() {

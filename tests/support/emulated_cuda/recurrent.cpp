@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Recurrent layers. LibTorch chooses their kernels by the kind of device: for CUDA fused cells, which the CPU lacks;
-// for the CPU whole layers by oneDNN, which here are taken for a device as well, to give the same bits.
+// Recurrent layers. LibTorch chooses their kernels by the kind of device: fused cells for CUDA, which the CPU lacks,
+// and whole oneDNN layers for the CPU, which are used here for a device, too, to get the same bits.
 
 #include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
@@ -30,7 +30,7 @@ Tensor with_bias(const Tensor& gates, const OptionalTensor& bias) {
   return bias && bias->defined() ? gates + *bias : gates;
 }
 
-/// The new hidden state, the new cell state, and what CUDA keeps for backward: nothing here, where autograd does.
+/// Returns the new hidden state, the new cell state, and an empty workspace, because autograd saves tensors.
 std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& cell,
                                              const OptionalTensor& input_bias, const OptionalTensor& hidden_bias) {
   const auto gates = (with_bias(hidden_gates, hidden_bias) + with_bias(input_gates, input_bias)).chunk(4, 1);
@@ -61,9 +61,9 @@ struct Lstm {
   }
 };
 
-constexpr std::int64_t lstm_of_onednn = 2;  // its number for the kind of layer
+constexpr std::int64_t lstm_of_onednn = 2;  // oneDNN's number of this layer
 
-/// The `index`-th of all layers and directions.
+/// Runs the `index`-th of all layers and directions.
 std::tuple<Tensor, Tensor, Tensor> layer(const Lstm& lstm, std::int64_t index, const Tensor& input,
                                          const Tensor& hidden, const Tensor& cell) {
   const auto count = lstm.parameters_of_one();

@@ -18,23 +18,23 @@ std::string name_of(const c10::OperatorName& operation) {
   return operation.overload_name.empty() ? operation.name : operation.name + "." + operation.overload_name;
 }
 
-/// The CPU has a kernel for it, though there is one that composes it of other operations too. That would be taken
-/// before the fallback, and would give other bits than the CPU's.
+/// Returns whether the CPU has a kernel for an operation that can also be composed of others. Composition would take
+/// precedence over the fallback, and its bits would differ from the CPU's.
 bool is_composed_elsewhere(const c10::OperatorHandle& operation, c10::DispatchKey key) {
   return operation.hasKernelForDispatchKey(key) &&
          (operation.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
           operation.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd));
 }
 
-/// Which kernels make up a convolution LibTorch chooses by the kind of device. When composed, these losses warn of a
-/// result of another size, and indexing looks at a mask twice.
+/// Returns whether an operation must stay one kernel: LibTorch chooses a convolution's kernels by the kind of device,
+/// and when composed, these losses warn of a result of another size, and indexing checks a mask twice.
 bool is_one_kernel(std::string_view name) {
   constexpr std::array<std::string_view, 5> names = {"aten::convolution", "aten::convolution_backward",
                                                      "aten::mse_loss", "aten::smooth_l1_loss", "aten::index.Tensor"};
   return std::find(names.begin(), names.end(), name) != names.end();
 }
 
-/// Registered by a file of its own.
+/// Returns whether another file registers the operation.
 bool is_done_otherwise(std::string_view name) {
   return name == "aten::native_dropout" || name == "aten::native_dropout_backward";
 }

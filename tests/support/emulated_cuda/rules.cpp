@@ -38,7 +38,7 @@ bool takes_indices(const OperatorHandle& operation) {
   return is_one_of(name_of(operation), names);
 }
 
-/// Arguments that a GPU's kernels read on the host.
+/// Returns whether a GPU's kernels read this argument on the host.
 bool may_lie_on_the_host(const OperatorHandle& operation, std::string_view argument) {
   if (argument == "indices") return takes_indices(operation);
   constexpr std::array<std::string_view, 4> names = {"scalars", "lengths", "input_lengths", "target_lengths"};
@@ -70,7 +70,7 @@ std::optional<c10::Device> first_device(ArrayRef<IValue> arguments) {
   return first;
 }
 
-/// A result whose size or value the host must know.
+/// Returns whether the host must know the size or value of the result.
 bool result_is_awaited(const OperatorHandle& operation, ArrayRef<IValue> arguments) {
   if (takes_indices(operation)) {
     bool masks = false;
@@ -84,7 +84,7 @@ bool result_is_awaited(const OperatorHandle& operation, ArrayRef<IValue> argumen
   return operation.hasTag(at::Tag::dynamic_output_shape) || operation.hasTag(at::Tag::data_dependent_output);
 }
 
-/// PyTorch waits after a copy unless told not to; CUDA does so for memory that is not pinned.
+/// Counts a copy. PyTorch waits after a blocking copy, and CUDA if the host's memory is not pinned.
 void count_copy(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   if (from.is_cuda() && to.is_cuda()) return count_launch();
   const auto& of_host = to.is_cuda() ? from : to;

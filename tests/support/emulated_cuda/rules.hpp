@@ -8,18 +8,18 @@
 
 namespace emulated_cuda {
 
-/// The tensors in an argument, defined ones only: of a tensor, a list of them, a list of some.
+/// Calls `apply` for the defined tensors in an argument: a tensor, a list of them, or a list with optional ones.
 void for_each_tensor(const c10::IValue& argument, c10::function_ref<void(const at::Tensor&)> apply);
 
 bool is_written(const c10::Argument& argument);
 bool is_copy(const c10::OperatorHandle& operation);
-/// No kernel runs: a view, or what is known of a tensor without its values.
+/// Returns whether an operation runs no kernel: a view, or a query that does not read values.
 bool is_of_the_host_alone(const c10::OperatorHandle& operation);
 
-/// Where an operation is executed. An error if its arguments lie on several devices, as a GPU's kernels say it.
+/// Returns the device of an operation. Throws if its arguments are on several devices, with a GPU's message.
 c10::DeviceIndex device_of(const c10::OperatorHandle& operation, c10::ArrayRef<c10::IValue> arguments);
 
-/// Counts an operation as a GPU will do it: launches, copies, and whether the host has to wait.
+/// Counts an operation as on a GPU: launches, copies, and whether the host has to wait.
 void count(const c10::OperatorHandle& operation, c10::ArrayRef<c10::IValue> arguments);
 
 }  // namespace emulated_cuda

@@ -19,13 +19,13 @@ namespace {
 thread_local c10::DeviceIndex device_of_this_thread = 0;
 thread_local std::array<c10::StreamId, number_of_devices> stream_of_this_thread = {};  // 0 is the default stream
 
-constexpr c10::StreamId pool_size = 32;  // for each priority, as CUDA's
+constexpr c10::StreamId pool_size = 32;  // for each priority, as in CUDA
 std::atomic<c10::StreamId> next_of_pool = 0, next_of_high_priority = 0, next_new = 2 * pool_size + 1;
 
 struct Event {
   c10::DeviceIndex device;
   std::chrono::steady_clock::time_point recorded;
-  std::uint64_t capture;  // in which it was recorded; 0: none
+  std::uint64_t capture;  // the capture that recorded it; 0: none
 };
 
 c10::Stream stream(c10::Device device, c10::StreamId id) { return c10::Stream(c10::Stream::UNSAFE, device, id); }
@@ -36,7 +36,7 @@ c10::Device with_index(c10::Device device) {
 
 c10::StreamId& stream_on(c10::DeviceIndex device) { return stream_of_this_thread.at(static_cast<std::size_t>(device)); }
 
-/// Devices, streams and events. What is issued is done at once, so that all streams are always in order.
+/// Devices, streams and events. Work runs when it is issued, so all streams are always in order.
 class Guard final : public c10::impl::DeviceGuardImplInterface {
  public:
   c10::DeviceType type() const override { return c10::kCUDA; }

@@ -6,7 +6,7 @@
 
 namespace emulated_cuda {
 
-/// Of this thread.
+/// Returns this thread's current device.
 c10::DeviceIndex current_device();
 void set_current_device(c10::DeviceIndex device);
 c10::StreamId current_stream(c10::DeviceIndex device);  ///< 0 is the default stream

@@ -6,8 +6,8 @@
 
 namespace emulated_cuda {
 
-/// Called before each operation on a device: allocates this thread's workspace there if the operation is its first
-/// matrix product, and workspaces are in use.
+/// Call this before each operation on a device: allocates this thread's workspace there at its first matrix product, if
+/// workspaces are enabled.
 void make_workspace(const c10::OperatorHandle& operation, c10::DeviceIndex device);
 
 }  // namespace emulated_cuda

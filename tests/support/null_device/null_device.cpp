@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The parts of CUDA's runtime, driver and cuBLAS that do something on a device that computes nothing: its memory is the
-// host's, kernels are counted and do not run, and what is copied to the host is zero, so that two results never differ.
-// null_device.py adds all other functions, which only return 0.
+// The active parts of CUDA's runtime, driver and cuBLAS for a device that computes nothing: its memory is the host's,
+// kernels are counted and not run, and copies to the host are zeros, so that two results never differ. null_device.py
+// adds all other functions, which only return 0.
 
 #include <dlfcn.h>
 #include <driver_types.h>
@@ -16,7 +16,7 @@
 namespace {
 
 std::atomic<long> launches{0};
-std::atomic<int> captures{0}, capturing{0};  // the capture that is under way, or 0
+std::atomic<int> captures{0}, capturing{0};  // the current capture, or 0
 
 template <class Value>
 int give(Value* to, Value value) {
@@ -24,7 +24,7 @@ int give(Value* to, Value value) {
   return 0;
 }
 
-/// A handle that no other object has.
+/// Returns a unique handle.
 int give_new(void** to) {
   static std::atomic<std::uintptr_t> last{0};
   return give(to, reinterpret_cast<void*>(last += 16));
@@ -51,7 +51,7 @@ constexpr std::pair<int, int> attributes[] = {
     {cudaDevAttrMaxSharedMemoryPerBlock, 49'152},
     {cudaDevAttrMaxSharedMemoryPerBlockOptin, 232'448},
     {cudaDevAttrMaxSharedMemoryPerMultiprocessor, 233'472},
-    {cudaDevAttrL2CacheSize, 4096},  // small, as torch's tuning writes to so much memory again and again
+    {cudaDevAttrL2CacheSize, 4096},  // small, because torch's tuning repeatedly writes this amount
 };
 
 int attribute(int number) {
