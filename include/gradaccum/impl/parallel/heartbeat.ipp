@@ -198,7 +198,7 @@ struct Heartbeat::Shared {
     if (beats++ % beats_a_check == 0) find_stalled();
   }
 
-  /// Finds the cause of a failure. This process goes on counting meanwhile.
+  /// Finds the cause of a failure. The heartbeat of this process continues.
   void find_cause() {
     const auto before = entries.beats(0, size);
     const auto begin = Clock::now();
