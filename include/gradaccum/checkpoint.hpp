@@ -47,7 +47,7 @@ struct CheckpointOptions {
 /// generators of the CPU and the CUDA devices in use, and restores the current ones. Random numbers that another thread
 /// draws at the same time are detected. Works with `autograd::grad`, `retain_graph` (recomputes for each backward) and
 /// `create_graph`, and nested: an inner checkpoint is recomputed with the outer one. With gradients disabled it is a
-/// plain call.
+/// plain call. The first checkpoint of the process installs an autograd engine: see `SavedTensorHooks`.
 template <class Function, class... Inputs>
 auto checkpoint(const CheckpointOptions& options, Function&& function, Inputs&&... inputs) {
   return detail::run_checkpointed<!model<Function>>(options, std::forward<Function>(function),

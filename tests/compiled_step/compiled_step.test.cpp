@@ -201,10 +201,10 @@ TEST_CASE("A compiled step updates buffers once and draws the objective's random
     const auto batch = images(6, i);
     torch::manual_seed(100 + i);
     plain_loss(other, batch).backward();
-    const ga::detail::RandomState after;
+    const ga::detail::GeneratorStates after;
     torch::manual_seed(100 + i);
     const at::Tensor loss = step(batch);  // a Tensor, as from the objective
-    CHECK(after == ga::detail::RandomState());
+    CHECK(after == ga::detail::GeneratorStates());
     loss.backward();
     const auto buffers = net->named_buffers(), others = other->named_buffers();
     for (auto& item : buffers) CHECK(off(item.value().to(at::kDouble), others[item.key()].to(at::kDouble)) < 1e-12);
@@ -320,9 +320,9 @@ TEST_CASE("A float16 step applies the loss scale inside", "[compiled_step]") {
   const auto eager = [&] { return eager_step(batch); };
   const auto compiled = [&] { return step(batch); };
   for (const double scale : {65536.0, 1024.0, 1.0, 65536.0}) {  // a new scale runs the step again
-    const ga::detail::RandomState before;
+    const ga::detail::GeneratorStates before;
     CHECK(worst(scaled(net, compiled, scale), scaled(other, eager, scale)) < 5e-3);
-    CHECK(before == ga::detail::RandomState());
+    CHECK(before == ga::detail::GeneratorStates());
   }
   CHECK(worst(scaled(other, eager, 1.0), scaled(other, eager, 65536.0)) > 0.02);  // the scale does matter
 
@@ -568,9 +568,9 @@ TEST_CASE("Wrong results of a compiled step are found in its first run", "[compi
   auto throwing = perceptron();
   ga::CompiledStep thrown(
       throwing, [](auto&, const Batch&) -> ga::Loss { throw std::logic_error("of the user"); }, in_perceptron);
-  const ga::detail::RandomState random;
+  const ga::detail::GeneratorStates random;
   CHECK_THROWS_AS(thrown(batch), std::logic_error);
-  CHECK(random == ga::detail::RandomState());
+  CHECK(random == ga::detail::GeneratorStates());
 }
 
 TEST_CASE("A model that differs from the saved one is refused", "[compiled_step]") {

@@ -82,16 +82,16 @@ TEST_CASE("Recording changes neither parameters nor buffers", "[save_step]") {
     return all;
   };
   const auto before = values();
-  const ga::detail::RandomState random;
+  const ga::detail::GeneratorStates random;
   const auto saved = ga::save_step(net, plain_loss<Convolutional>, batch, directory / "step");
   CHECK(testing::same_bits(values(), before));
-  CHECK(random == ga::detail::RandomState());
+  CHECK(random == ga::detail::GeneratorStates());
   CHECK(described(directory / "step").model.find("convolution.bias Double [3] frozen parameter\n") !=
         std::string::npos);
 
   plain_loss(net, batch);  // changes buffers, so the comparison can fail
   CHECK_FALSE(testing::same_bits(values(), before));
-  CHECK_FALSE(random == ga::detail::RandomState());
+  CHECK_FALSE(random == ga::detail::GeneratorStates());
 }
 
 TEST_CASE("Objectives that cannot be recorded are refused", "[save_step]") {

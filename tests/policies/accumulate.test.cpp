@@ -54,7 +54,7 @@ TEST_CASE("Accumulate: by samples, for any micro-batches") {
 
 TEST_CASE("Accumulate: invalid options are refused when the trainer is built") {
   REQUIRE_ERROR("Accumulate: steps must be >= 1, got 0", windows({.steps = 0}, five));
-  REQUIRE_ERROR("Accumulate: batch_size must be >= 1, got -4", windows({.batch_size = -4}, five));
+  REQUIRE_ERROR("Accumulate: batch_size must be >= 1, or 0 to use steps, got -4", windows({.batch_size = -4}, five));
   REQUIRE_ERROR("batch_size must come without steps and schedule, which also say when a window is full",
                 windows({.steps = 2, .batch_size = 4}, five));
   REQUIRE_ERROR("which also say when a window is full", windows({.schedule = {{0, 2}}, .batch_size = 4}, five));

@@ -32,11 +32,11 @@ namespace gradaccum::detail {
 /// The state of the default random generators of the CPU and of all CUDA devices in use.
 ///
 /// Copies the CPU's state field by field: a tensor from `Generator::get_state` would count as the model's memory.
-class RandomState {
+class GeneratorStates {
  public:
-  RandomState();
+  GeneratorStates();
   void restore() const;
-  bool operator==(const RandomState& other) const;
+  bool operator==(const GeneratorStates& other) const;
 
   /// A number that identifies a position in the CPU's stream of random numbers. Cheaper than the state.
   static std::uint64_t position();
@@ -51,12 +51,12 @@ class RandomState {
 /// Restores a random state for a scope.
 class [[nodiscard]] RandomScope {
  public:
-  explicit RandomScope(const RandomState& state) { state.restore(); }
+  explicit RandomScope(const GeneratorStates& state) { state.restore(); }
   RandomScope& operator=(RandomScope&&) = delete;
   ~RandomScope() { around_.restore(); }
 
  private:
-  RandomState around_;
+  GeneratorStates around_;
 };
 
 /// The state, other than inputs, on which a forward pass depends: autocast, the current device and, if requested,
@@ -90,7 +90,7 @@ class ForwardState {
   AutocastSettings cpu_{at::kCPU}, cuda_{at::kCUDA};
   bool autocast_caches_ = at::autocast::is_autocast_cache_enabled();
   std::optional<at::Device> device_;
-  std::unique_ptr<RandomState> random_;  // 2.5 kB
+  std::unique_ptr<GeneratorStates> random_;  // 2.5 kB
 };
 
 std::vector<at::Tensor> copies_of(const std::vector<at::Tensor>& tensors);
@@ -104,7 +104,7 @@ class ForwardUndo {
 
  private:
   std::vector<at::Tensor> buffers_, values_;
-  RandomState random_;
+  GeneratorStates random_;
 };
 
 /// The properties that a tensor and its replacement must share.

@@ -449,7 +449,7 @@ GRADACCUM_INLINE ChainPlan measured(const Stages& modules, const CheckpointOptio
                                     const at::Tensor& input, const at::Tensor& context) {
   const auto buffers = buffers_of(modules_of(modules));
   auto plan = [&]() -> ChainPlan {
-    const RandomScope random{RandomState()};
+    const RandomScope random{GeneratorStates()};
     const FrozenBuffers frozen(buffers);
     const RecordingScope unrecorded(nullptr);
     const SavingScope measuring("CheckpointedSequential", [] { return nullptr; });

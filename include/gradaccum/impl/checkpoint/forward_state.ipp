@@ -56,7 +56,7 @@ void for_each_cuda_generator(auto&& use) {
   }
 }
 
-GRADACCUM_INLINE RandomState::RandomState() {
+GRADACCUM_INLINE GeneratorStates::RandomState() {
   with_cpu_generator([&](at::CPUGeneratorImpl& generator) {
     engine_ = generator.engine().data();
     next_float_ = generator.next_float_normal_sample();
@@ -66,7 +66,7 @@ GRADACCUM_INLINE RandomState::RandomState() {
       [&](c10::DeviceIndex device, at::Generator& generator) { devices_.emplace_back(device, generator.get_state()); });
 }
 
-GRADACCUM_INLINE void RandomState::restore() const {
+GRADACCUM_INLINE void GeneratorStates::restore() const {
   with_cpu_generator([&](at::CPUGeneratorImpl& generator) {
     at::mt19937 engine;
     engine.set_data(engine_);
@@ -80,14 +80,14 @@ GRADACCUM_INLINE void RandomState::restore() const {
   });
 }
 
-GRADACCUM_INLINE bool RandomState::operator==(const RandomState& other) const {
+GRADACCUM_INLINE bool GeneratorStates::operator==(const GeneratorStates& other) const {
   const auto same_device = [](auto& a, auto& b) { return a.first == b.first && a.second.equal(b.second); };
   return position_of(engine_) == position_of(other.engine_) && engine_.state_ == other.engine_.state_ &&
          next_float_ == other.next_float_ && next_double_ == other.next_double_ &&
          std::ranges::equal(devices_, other.devices_, same_device);
 }
 
-GRADACCUM_INLINE std::uint64_t RandomState::position() {
+GRADACCUM_INLINE std::uint64_t GeneratorStates::position() {
   std::uint64_t position = 0;
   with_cpu_generator([&](at::CPUGeneratorImpl& generator) { position = position_of(generator.engine().data()); });
   return position;
@@ -95,11 +95,11 @@ GRADACCUM_INLINE std::uint64_t RandomState::position() {
 
 GRADACCUM_INLINE ForwardState::ForwardState(bool with_random_generators) {
   if (at::globalContext().hasCUDA()) device_ = c10::impl::VirtualGuardImpl(at::kCUDA).getDevice();
-  if (with_random_generators) random_ = std::make_unique<RandomState>();
+  if (with_random_generators) random_ = std::make_unique<GeneratorStates>();
 }
 
 GRADACCUM_INLINE bool ForwardState::finish() {
-  if (random_ && *random_ == RandomState()) random_.reset();
+  if (random_ && *random_ == GeneratorStates()) random_.reset();
   return random_ != nullptr;
 }
 

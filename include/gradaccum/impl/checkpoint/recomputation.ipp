@@ -237,7 +237,7 @@ GRADACCUM_INLINE RebuildingScope::~RebuildingScope() {
 struct SavedSlot {
   SavedSlot(const at::Tensor& tensor, const CheckpointOptions& options)
       : traits(tensor),
-        position(options.preserve_rng ? RandomState::position() : 0),
+        position(options.preserve_rng ? GeneratorStates::position() : 0),
         content(options.check_content ? content_hash(tensor) : 0) {}
 
   /// Describes how the recomputed tensor differs from the saved one; empty if they match.
@@ -371,7 +371,7 @@ class CheckpointFrame {
 
   /// Ends the forward pass.
   void complete() {
-    if (options_.preserve_rng) note_position(RandomState::position());
+    if (options_.preserve_rng) note_position(GeneratorStates::position());
     draws_ = state_.finish();
     complete_ = true;
   }

@@ -206,7 +206,7 @@ struct TrialResult {
   Loss loss;
   std::vector<at::Tensor> gradients;  ///< one per parameter; undefined if the loss does not depend on it
   std::vector<at::Tensor> buffers;
-  RandomState random;
+  GeneratorStates random;
   double tolerance = 0;  ///< if autograd computed the gradients
 };
 
@@ -237,7 +237,7 @@ class StepTrial {
     begin_.put_back();
     std::vector<at::Tensor> gradients;
     auto loss = run(gradients);
-    return {std::move(loss), std::move(gradients), copies_of(model_.buffers), RandomState()};
+    return {std::move(loss), std::move(gradients), copies_of(model_.buffers), GeneratorStates()};
   }
 
  private:

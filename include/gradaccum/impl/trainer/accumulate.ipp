@@ -20,7 +20,7 @@ namespace gradaccum {
 
 GRADACCUM_INLINE void Accumulate::attach(TrainerBase& trainer) {
   TORCH_CHECK(steps >= 1, "Accumulate: steps must be >= 1, got ", steps);
-  TORCH_CHECK(batch_size >= 0, "Accumulate: batch_size must be >= 1, got ", batch_size);
+  TORCH_CHECK(batch_size >= 0, "Accumulate: batch_size must be >= 1, or 0 to use steps, got ", batch_size);
   TORCH_CHECK(batch_size == 0 || (steps == 1 && schedule.empty()),
               "Accumulate: batch_size must come without steps and schedule, which also say when a window is full");
   for (auto [epoch, number] : schedule)
