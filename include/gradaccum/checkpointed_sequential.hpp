@@ -107,8 +107,8 @@ class CheckpointedSequentialImpl : public torch::nn::Module {
 /// Smaller inputs use the same plan. After four measurements, larger inputs are planned by extrapolation, unless they
 /// may take twice the bytes.
 /// @note Planning uses the slot of LibTorch's profiler: the first forward pass with a budget throws inside a profiler's
-/// scope, or another memory observer's on this thread. Run one before. The first forward pass of the process installs an
-/// autograd engine: see `SavedTensorHooks`.
+/// scope, or another memory observer's on this thread. Run one before. The first forward pass of the process installs
+/// an autograd engine: see `SavedTensorHooks`.
 class CheckpointedSequential : public torch::nn::ModuleHolder<CheckpointedSequentialImpl> {
  public:
   using ModuleHolder::ModuleHolder;

@@ -200,15 +200,15 @@ TEST_CASE("checkpoint: all of a random generator's state is restored") {
   torch::manual_seed(5);
   cpu.set_next_float_normal_sample(0.25F);
   cpu.set_next_double_normal_sample(0.75);
-  const inner::RandomState before;
+  const inner::GeneratorStates before;
   const auto state = random_state();
   torch::randn({100}, at::kDouble);
   cpu.set_next_float_normal_sample({});
   cpu.set_next_double_normal_sample({});
-  CHECK_FALSE(inner::RandomState() == before);
+  CHECK_FALSE(inner::GeneratorStates() == before);
   {
     const inner::RandomScope scope(before);
-    CHECK(inner::RandomState() == before);
+    CHECK(inner::GeneratorStates() == before);
     CHECK(same_bits(random_state(), state));
     CHECK(cpu.next_float_normal_sample() == 0.25F);
     CHECK(cpu.next_double_normal_sample() == 0.75);
@@ -218,7 +218,7 @@ TEST_CASE("checkpoint: all of a random generator's state is restored") {
     before.restore();
     if (i == 0) cpu.set_next_float_normal_sample({});
     if (i == 1) cpu.set_next_double_normal_sample({});
-    CHECK_FALSE(inner::RandomState() == before);
+    CHECK_FALSE(inner::GeneratorStates() == before);
   }
 }
 

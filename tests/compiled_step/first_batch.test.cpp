@@ -229,7 +229,7 @@ TEST_CASE("An element that rounding moves across a ReLU's bound does not count a
   const auto parameters = testing::copies(net->parameters());
   const auto data = net->hidden->weight.data_ptr();
   const auto rows = batch.first.clone();
-  const ga::detail::RandomState random;
+  const ga::detail::GeneratorStates random;
   auto step = simulated.step();
   step(batch).backward();
   CHECK(step.report().compiled == 1);
@@ -242,7 +242,7 @@ TEST_CASE("An element that rounding moves across a ReLU's bound does not count a
   CHECK(testing::same_bits(testing::copies(net->parameters()), parameters));
   CHECK(net->hidden->weight.data_ptr() == data);
   CHECK(testing::same_bits(batch.first, rows));
-  CHECK(random == ga::detail::RandomState());
+  CHECK(random == ga::detail::GeneratorStates());
 }
 
 TEST_CASE("Another program is found even if rounding has moved an element", "[compiled_step]") {

@@ -129,14 +129,14 @@ struct Traces {
     for (std::size_t i = 0; i < parameters.size(); ++i)
       if (!parameters[i].grad().is_same(gradients_[i])) return false;
     return at::equal(buffers_, all_of(model_->buffers())) && at::equal(parameters_, all_of(parameters)) &&
-           random_ == ga::detail::RandomState();
+           random_ == ga::detail::GeneratorStates();
   }
 
  private:
   torch::nn::Sequential model_;
   at::Tensor buffers_, parameters_;
   std::vector<at::Tensor> gradients_;
-  ga::detail::RandomState random_;
+  ga::detail::GeneratorStates random_;
 };
 
 }  // namespace
@@ -203,7 +203,7 @@ TEST_CASE("GraphedStep: a capture changes nothing, and later steps do not wait",
   ga::GraphedStep step(model, objective);
   auto batches = batches_on_device({4, 4, 4, 4});
   const Traces traces(model);
-  const ga::detail::RandomState before;
+  const ga::detail::GeneratorStates before;
   const c10::WarningUtils::WarnAlways always;
   const Warnings warnings;  // such as of a gradient on another stream than its accumulator's
   step(batches[0]);
