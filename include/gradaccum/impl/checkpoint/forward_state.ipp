@@ -56,7 +56,7 @@ void for_each_cuda_generator(auto&& use) {
   }
 }
 
-GRADACCUM_INLINE GeneratorStates::RandomState() {
+GRADACCUM_INLINE GeneratorStates::GeneratorStates() {
   with_cpu_generator([&](at::CPUGeneratorImpl& generator) {
     engine_ = generator.engine().data();
     next_float_ = generator.next_float_normal_sample();

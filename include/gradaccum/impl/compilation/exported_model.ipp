@@ -98,7 +98,7 @@ class Sample {
     loss.mean = loss.mean.defined() ? loss.mean[0] : at::zeros({}, at::kDouble);
     loss.output = find("output");
     if (const auto items = find("items"); items.defined()) loss.items = items[0].item<double>();
-    TrialResult results{loss, {}, {}, RandomState()};
+    TrialResult results{loss, {}, {}, GeneratorStates()};
     for (auto& name : model_.parameter_names) results.gradients.push_back(find("gradient." + name));
     for (auto& name : model_.buffer_names) results.buffers.push_back(find("buffer." + name));
     return results;
@@ -202,7 +202,7 @@ GRADACCUM_INLINE void ExportedModelImpl::check_sample(const io::SafetensorsFile&
               "ExportedModel: ", graphs_->name(), ": the sample must be a batch for ", name, ", got ",
               detail::layout_text(batch));
 
-  const detail::RandomScope as_before{detail::RandomState()};
+  const detail::RandomScope as_before{detail::GeneratorStates()};
   for (const auto where : {at::Device(at::kCPU), device}) {
     auto generator = at::globalContext().defaultGenerator(where);
     generator.set_current_seed(detail::sample_seed);
