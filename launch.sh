@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Starts a program several times on this machine, with the environment that torchrun gives, where there is no Python.
+# Starts a program several times on this machine, with the environment variables of torchrun, without Python.
 
 set -uo pipefail
 
@@ -86,7 +86,7 @@ run() {
     set +m
   done
   if [[ -n $signal ]]; then forward "$signal"; fi  # it may have come before the last had its place in the list
-  if (( rank < processes )); then                  # those that have started would wait for the others
+  if (( rank < processes )); then                  # ranks that have started would wait for the others
     first=$(( 128 + $(kill -l "$signal") ))
     end_others > /dev/null 2>&1 &
     ending=$!

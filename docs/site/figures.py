@@ -113,8 +113,8 @@ def page(docs):
     lines = [
         "# Figures", "",
         "What ours and others take for the same work, in one process or in turn, on the machine that stands below each picture. Shorter is "
-        "better. Ours are filled, peers are grey, and a bound is what nobody can beat: a pass over the same memory by ATen's simplest "
-        "operations, say.", "",
+        "better. Ours are filled, peers are grey, and a bound is a time that no implementation can beat, such as a pass over "
+        "the same memory by ATen's simplest operations.", "",
     ]
     results = docs / "figures" / "bench.jsonl"
     if results.exists():

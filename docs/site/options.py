@@ -16,9 +16,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/options.md"
 HEAD = """# Options
 
-All classes of options, with their members in the order that C++ wants them in: what is not given has the value in the third column, and
-`ga::SaveState{.keep_best = 1, .every_updates = 10}` is an error, since `every_updates` comes first. The headers say more; this page is made
-from them by `docs/site/options.py`.
+All option structs. Members are listed in declaration order, which designated initializers must follow:
+`ga::SaveState{.keep_best = 1, .every_updates = 10}` is an error, since `every_updates` comes first. The third column is the default.
+`docs/site/options.py` generates this page from the headers, which say more.
 """
 # A policy's options end before its first pointer, and every struct's before the first field whose comment says this.
 NO_OPTION = "not an option"
