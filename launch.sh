@@ -85,8 +85,8 @@ run() {
     ids+=($!)
     set +m
   done
-  if [[ -n $signal ]]; then forward "$signal"; fi  # it may have come before the last had its place in the list
-  if (( rank < processes )); then                  # ranks that have started would wait for the others
+  if [[ -n $signal ]]; then forward "$signal"; fi  # the signal may have come before the last process was in the list
+  if (( rank < processes )); then                  # otherwise the ranks that have started would wait for the others
     first=$(( 128 + $(kill -l "$signal") ))
     end_others > /dev/null 2>&1 &
     ending=$!
@@ -111,7 +111,7 @@ run() {
   return "$first"
 }
 
-# In time for what the others have to say.
+# In time to receive messages of the others.
 end_others() {
   trap 'kill "$pause" 2> /dev/null; exit' TERM
   for signal in TERM KILL; do

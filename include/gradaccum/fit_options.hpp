@@ -91,7 +91,7 @@ struct FitStatus {
   std::int64_t nan_batches = 0;              ///< batches left out for a non-finite loss or gradient
   std::string first_nan = {};                ///< the first of these
   bool running = false;                      ///< inside `fit`
-  bool stopped = false;                      ///< stopped by `Trainer::stop` or a limit
+  bool stopped = false;                      ///< by Trainer::stop, a policy, or the limit in samples or time
   std::string stop_reason = {};              ///< the reason, if one was given
   int signal = 0;                            ///< the signal that ended it early
   bool together = false;                     ///< with several ranks: stop only after all ranks have been informed

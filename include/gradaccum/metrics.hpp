@@ -228,7 +228,7 @@ struct ConfusionMatrix {
 ///     ga::Trainer trainer(model, sgd, objective);
 ///     at::Tensor outputs = trainer.evaluate(batches, ga::Predictions{}).tensors["predictions"];
 ///
-/// @note `add` synchronizes with the device.
+/// @note Keeps all outputs in memory. `add` synchronizes with the device.
 struct Predictions {
   static constexpr std::string_view name = "predictions";
 

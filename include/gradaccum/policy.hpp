@@ -63,10 +63,10 @@ struct Step {
 
 namespace hooks {
 
-/// True for a class with at least one of the hooks.
+/// True for a class with a hook other than `state`, which many other classes have, too.
 template <class P>
 inline constexpr bool any_in =
-#define GRADACCUM_HOOK(name, signature, form) name::in<P> ||
+#define GRADACCUM_HOOK(name, signature, form) (!std::is_same_v<name, state> && name::in<P>) ||
 #include <gradaccum/detail/trainer/hooks.inl>
 #undef GRADACCUM_HOOK
     false;
@@ -97,16 +97,15 @@ inline constexpr bool any_in =
 /// | `before_close()` | before the window closes: gradients are complete, and activations are freed. With |
 /// | | `OptimizerInBackward` this and the next hook are called before the backward pass that fills the window |
 /// | `scale_gradients(Factor&)` | adds deferred factors, which are write-only: the order of policies does not matter |
-/// | `before_step(Gradients&)` | reads the scaled gradients by `norm()`, and reads or changes them by `values()` |
-/// | `after_window(const Step&)` | after the window, stepped or skipped |
-/// | `after_step(const Step&)` | after an update of the parameters |
-/// | `before_boundary()` | in `fit`, after all hooks above: between two micro-batches, and at the end of an epoch. |
-/// | | Evaluate here, and call `TrainerBase::validated` |
-/// | `on_validation(const Validation&)` | receives the result of an evaluation |
-/// | `at_boundary()` | in `fit`, after `before_boundary` of all policies. Save states here |
-/// | `others_continue()` | in `fit`, when this rank has no more batches in the epoch: returns whether other ranks |
-/// | | have some, so that this rank joins their next window. Called again after each |
-/// | `state(Archive&)` | saves and loads the policy's state; needs a member `std::string_view name`, static or not |
+/// | `before_step(Gradients&)` | reads the final gradients (mean, unscaled) by `norm()`, reads or changes them by
+/// `values()` | | `after_window(const Step&)` | after the window, stepped or skipped | | `after_step(const Step&)` |
+/// after an update of the parameters | | `before_boundary()` | in `fit`, after all hooks above: between two
+/// micro-batches, and at the end of an epoch. | | | Evaluate here, and call `TrainerBase::validated` | |
+/// `on_validation(const Validation&)` | receives the result of an evaluation | | `at_boundary()` | in `fit`, after
+/// `before_boundary` of all policies. Save states here | | `others_continue()` | in `fit`, when this rank has no more
+/// batches in the epoch: returns whether other ranks | | | have some, so that this rank joins their next window. Called
+/// again after each | | `state(Archive&)` | saves and loads the policy's state; needs a member `std::string_view name`,
+/// static or not |
 ///
 /// The class must not be final. A hook with a wrong signature does not compile; a misspelt name is not detected, unless
 /// you check it by `static_assert(ga::hook::before_step<GradientNoise>)`.

@@ -419,6 +419,8 @@ TEST_CASE("Predictions: the outputs of all batches, in their order") {
   const auto predictions = evaluator.result().tensors.at("predictions");
   CHECK(at::equal(predictions, output));
   CHECK_FALSE(predictions.requires_grad());
+  CHECK_FALSE(predictions.is_alias_of(output));
+  REQUIRE_ERROR("got a 0-dim tensor", evaluator.add(ga::Loss{torch::tensor(1.0), 1}.with(torch::tensor(1.0), {}), 1));
   REQUIRE_ERROR("Predictions: needs outputs", evaluator.add(ga::Loss{torch::tensor(1.0), 1}, 1));
 }
 

@@ -405,6 +405,12 @@ TEST_CASE("verify_accumulation: a running baseline in a buffer is named, unless 
   };
   require_causes({"1 (Baseline): changes its buffers in evaluation mode, too, as a running baseline does"}, model, loss,
                  make_batch(12));
+  auto counting = make(linear(4, 6), std::make_shared<Baseline>(), linear(6, 3));
+  const auto tokens = [](auto& net, const auto& part) {
+    net[1]->template as<Baseline>()->update(part.data.mean());
+    return token_loss(net, part);
+  };
+  require_causes({"the loss is a mean over items"}, counting, tokens, token_batch());
   const auto unused = [](auto& net, const auto& part) {
     net[1]->template as<Baseline>()->update(part.target.mean());
     return mean_loss(net, part);

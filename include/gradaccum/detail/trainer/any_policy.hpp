@@ -119,7 +119,7 @@ class PolicyOf final : public AnyPolicy {
   template <class Found>
   static void set(Hook<void, Archive&>& hook) {
     if constexpr (Found::template in<P>) {
-      constexpr bool has_name = requires(P & policy) { std::string_view(policy.name); };
+      constexpr bool has_name = requires(P & one) { std::string_view(one.name); };
       static_assert(has_name, "policy: with state(ga::Archive&) goes a member std::string_view name, static or not");
       static_cast<void>(&Found::template call<P, Archive>);
       if constexpr (has_name)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// GRADACCUM_HOOK(name, signature, form) for each hook of a policy, in the order of calls. To generate code for each
+// GRADACCUM_HOOK(name, signature, form) for each hook of a policy, in the order of calls (`state` may come between them). To generate code for each
 // hook, define the macro, include this list, which has no include guard, and undefine the macro.
 
 GRADACCUM_HOOK(attach, void(TrainerBase&), "attach(ga::Trainer<…>&): take auto&")

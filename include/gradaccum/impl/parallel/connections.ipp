@@ -31,21 +31,15 @@
 #endif
 
 #include <netdb.h>
-#include <signal.h>
 #include <sys/socket.h>
 #include <unistd.h>
 #include <array>
-#include <atomic>
-#include <charconv>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdlib>
 #include <exception>
 #include <future>
-#include <limits>
 #include <mutex>
 #include <set>
-#include <string_view>
 
 #include <gradaccum/impl/begin.ipp>
 

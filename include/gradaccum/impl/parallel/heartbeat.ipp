@@ -6,7 +6,6 @@
 
 #include <gradaccum/detail/types/types.hpp>
 
-#include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <atomic>
@@ -14,7 +13,9 @@
 #include <cstddef>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <set>
+#include <vector>
 
 #include <gradaccum/impl/begin.ipp>
 

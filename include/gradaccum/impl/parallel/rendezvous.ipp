@@ -15,7 +15,6 @@
 #include <netdb.h>
 #include <sys/socket.h>
 #include <unistd.h>
-#include <array>
 #include <charconv>
 #include <exception>
 #include <future>

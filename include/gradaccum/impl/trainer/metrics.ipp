@@ -206,7 +206,8 @@ GRADACCUM_INLINE void Accuracy::reduce(SumOfRanks sum) {
 
 GRADACCUM_INLINE void Predictions::add(const Loss& loss) {
   TORCH_CHECK(loss.output.defined(), "Predictions: needs outputs; return ga::Loss{mean, items}.with(output, target)");
-  outputs.push_back(loss.output.detach().cpu());
+  TORCH_CHECK(loss.output.dim() > 0, "Predictions: an output must have a row for each sample, got a 0-dim tensor");
+  outputs.push_back(loss.output.detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true));
 }
 
 GRADACCUM_INLINE at::Tensor Predictions::value() const { return outputs.empty() ? at::empty({0}) : at::cat(outputs); }

@@ -9,8 +9,6 @@
 
 #include <fmt/format.h>
 
-#include <array>
-
 #include <gradaccum/impl/begin.ipp>
 
 namespace gradaccum {

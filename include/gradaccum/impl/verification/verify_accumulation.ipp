@@ -420,12 +420,6 @@ class CauseSearch {
                    " times the gradient of a micro-batch; divide it by its rows"));
       return sum;
     }
-    if (const auto parts = parts_with_buffers_changed(evaluation_); !parts.empty()) {
-      name(parts,
-           "changes its buffers in evaluation mode, too, as a running baseline does: each micro-batch meets what the one "
-           "before it left; change them once for each update, after step()");
-      return std::nullopt;
-    }
     if (as_returned <= 0.05 && is_rounding()) {
       say("the error of " + scientific(as_returned) +
           " is rounding (autocast, TF32), as it points elsewhere for weights a few percent larger: give a tolerance "
@@ -438,6 +432,13 @@ class CauseSearch {
     }
     const auto solved = solve_shares(gradients);
     if (fits(solved)) return say_shares(solved) ? std::optional(solved) : std::nullopt;
+    if (const auto parts = parts_with_buffers_changed(evaluation_); !parts.empty()) {
+      name(parts,
+           "changes its buffers in evaluation mode, too, as a running baseline does: each micro-batch meets what the "
+           "one "
+           "before it left; change them once for each update, after step()");
+      return std::nullopt;
+    }
     say(is_sum_and_more() ? "the loss is a sum, and a term that is no sum over samples, as a penalty on weights: the "
                             "micro-batches have that term once each; divide the sum alone by its rows"
                           : "no sum of the micro-batches' gradients is the whole batch's, in evaluation mode either: "

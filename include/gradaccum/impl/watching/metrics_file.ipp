@@ -11,6 +11,7 @@
 
 #include <fmt/format.h>
 
+#include <unistd.h>
 #include <algorithm>
 #include <array>
 #include <cerrno>
@@ -18,6 +19,8 @@
 #include <cstdio>
 #include <cstring>
 #include <exception>
+#include <iterator>
+#include <limits>
 #include <stdexcept>
 
 #include <gradaccum/impl/begin.ipp>
