@@ -29,7 +29,7 @@ usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 
                                               program that finds the installed library, the documents' code, and a
                                               training that is killed and resumed
        ./bootstrap.sh test FOLDER [PATTERN]   one folder of tests/; PATTERN picks files of it or, if no file matches,
-                                              test cases: test window "gradients*", test window "Window: *"
+                                              test cases: test window "gradients*", test window "Factor: *"
        ./bootstrap.sh test --all              all tests of the preset
        ./bootstrap.sh test --ci               those that CI runs: with the preset dev all but each header compiled
                                               alone, some exported models and some consumers
