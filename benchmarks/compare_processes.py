@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Runs ours and its peers in turn, each in a process of its own and as its users would, and compares what they print."""
+"""Runs ours and its peers in turn, each in a separate process and as its users would, and compares the printed results."""
 
 import argparse
 import dataclasses

@@ -19,7 +19,7 @@ namespace gradaccum {
 
 struct SaveState;
 
-/// What a save does while the previous state is still being written.
+/// Selects how a save proceeds while the previous state is still being written.
 enum class WhenBusy {
   wait,  ///< waits until the previous state is written
   skip   ///< saves nothing

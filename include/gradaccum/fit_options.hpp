@@ -18,14 +18,14 @@ std::optional<std::filesystem::path> newest_state(const std::filesystem::path& p
 Archive open_state(const std::filesystem::path& folder, bool allow_changes, const Communicator* peers);
 }  // namespace detail
 
-/// What `fit` does with an incomplete window at the end of an epoch.
+/// Selects how `fit` treats an incomplete window at the end of an epoch.
 enum class Tail {
   flush,  ///< makes an update with the mean over the window so far
   drop,   ///< discards it
   carry,  ///< continues it in the next epoch, or the next `fit`
 };
 
-/// What a Trainer does with a micro-batch whose loss is non-finite, and with a window whose gradients are.
+/// Selects how a Trainer treats a micro-batch with a non-finite loss, and a window with non-finite gradients.
 ///
 /// With a loss scaler, non-finite gradients are left to it: it skips the window and lowers its scale.
 enum class OnNan {

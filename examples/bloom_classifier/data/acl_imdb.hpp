@@ -48,7 +48,7 @@ inline void read_texts(const std::filesystem::path& folder, std::int64_t label, 
 }  // namespace detail
 
 /// Reads the folders of the Large Movie Review Dataset (aclImdb): `neg` (label 0) and `pos` (label 1) with one review
-/// per file, *.txt. Reads both `train` and `test`, or the one that is given.
+/// per file, *.txt. Reads `train` and `test`, or only the given one.
 ///
 ///     const auto all = bloom::read_acl_imdb("aclImdb");          // 50,000
 ///     const auto train = bloom::read_acl_imdb("aclImdb/train");  // 25,000

@@ -48,7 +48,7 @@ inline std::uint64_t seed_of(std::string_view name, std::uint64_t seed) {
 }
 
 /// Fills a contiguous float32 tensor with normal numbers around 0. Each depends only on the seed and its index, so the
-/// bits are the same with any number of threads and any LibTorch, unlike those of LibTorch's generators.
+/// bits are the same with any number of threads and any LibTorch, unlike the bits of LibTorch's generators.
 inline void fill_with_normal(const at::Tensor& tensor, double standard_deviation, std::uint64_t seed) {
   auto* const numbers = tensor.data_ptr<float>();
   constexpr std::int64_t grain = 1 << 14;

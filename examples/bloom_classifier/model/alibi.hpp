@@ -33,8 +33,8 @@ inline std::vector<float> alibi_slopes(std::int64_t n_head) {
 /// slope * sqrt(head_dim) * position, and attention divides by sqrt(head_dim).
 ///
 /// All numbers are exact in bfloat16 and float16, too: the slope is the sum of three pieces of 8 bits, the position
-/// that of a multiple of 256 and a rest. Two more channels of zeros make it eight, which kernels prefer; all channels
-/// of the value are zeros.
+/// the sum of a multiple of 256 and a rest. Two more channels of zeros make it eight, which kernels prefer; all
+/// channels of the value are zeros.
 inline constexpr std::int64_t alibi_channel_count = 8;
 inline constexpr std::int64_t alibi_max_length = 1 << 16;
 
@@ -82,7 +82,7 @@ class AlibiChannels {
     }
     return found->narrow(0, 0, length);
   }
-  /// Returns channels of packed rows, `lengths` int64 [n] on the CPU; positions begin anew in each row.
+  /// Returns channels of packed rows, `lengths` int64 [n] on the CPU; positions restart in each row.
   at::Tensor packed(const at::Tensor& lengths, const at::Tensor& like) {
     std::vector<at::Tensor> rows;
     for (const auto length : sizes_of(lengths)) rows.push_back((*this)(length, like));
