@@ -53,31 +53,31 @@ struct Lines {
 
   std::int64_t every = 300;     // batches
   ga::ProcessGroup group = {};  // for accuracies over all ranks
-  const ga::FitStatus* status = nullptr;
+  const ga::FitProgress* progress = nullptr;
   std::int64_t shown = -1;    // the last batch printed
   ga::Accuracy trained = {};  // measured on each batch before its update
   bool ends_epoch = false;    // set if the next validation ends the epoch
 
-  void attach(auto& trainer) { status = &trainer.status(); }
+  void attach(auto& trainer) { progress = &trainer.progress(); }
   void on_epoch_begin(std::int64_t) {
     trained = {};
     shown = -1;
   }
   void before_backward(ga::Loss& loss) {
     trained.add(loss);
-    const auto batch = status->batch - 1;
+    const auto batch = progress->batch - 1;
     if (batch % every == 0 && std::exchange(shown, batch) != batch)  // FitMemory may divide a batch
-      say(fmt::format("{} | Batch {:04d}/{:04d} | Loss: {:.4f}", epoch(), batch, status->batches.value_or(0),
+      say(fmt::format("{} | Batch {:04d}/{:04d} | Loss: {:.4f}", epoch(), batch, progress->batches.value_or(0),
                       loss.mean.item<double>()));
   }
   void on_epoch_end(std::int64_t) { ends_epoch = true; }
   void on_validation(const ga::Validation& validation) {
     const auto validated = 100 * validation.found["accuracy"];
     if (!std::exchange(ends_epoch, false))
-      return say(fmt::format("{} | Batch {:04d}/{:04d} | Val acc.: {:.2f}% | Val loss: {:.4f}", epoch(), status->batch,
-                             status->batches.value_or(0), validated, validation.found["loss"]));
+      return say(fmt::format("{} | Batch {:04d}/{:04d} | Val acc.: {:.2f}% | Val loss: {:.4f}", epoch(), progress->batch,
+                             progress->batches.value_or(0), validated, validation.found["loss"]));
     say(fmt::format("{} | Train acc.: {:.2f}% | Val acc.: {:.2f}%", epoch(), 100 * trained_accuracy(), validated));
-    say(fmt::format("Time elapsed {:.2f} min", status->seconds() / 60));
+    say(fmt::format("Time elapsed {:.2f} min", progress->seconds() / 60));
   }
   /// Saves the counts, so that a resumed epoch's accuracy covers the whole epoch.
   void state(ga::Archive& archive) {
@@ -94,7 +94,7 @@ struct Lines {
     return right / all(trained.counted);
   }
   std::string epoch() const {
-    return fmt::format("Epoch: {:04d}/{:04d}", status->epoch + 1, status->options.epochs.value_or(1));
+    return fmt::format("Epoch: {:04d}/{:04d}", progress->epoch + 1, progress->options.epochs.value_or(1));
   }
   static void say(const std::string& line) {
     fmt::print("{}\n", line);

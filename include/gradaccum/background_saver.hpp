@@ -17,7 +17,9 @@
 
 namespace gradaccum {
 
-struct SaveState;
+namespace detail {
+struct SaveStateRun;
+}
 
 /// Selects how a save proceeds while the previous state is still being written.
 enum class WhenBusy {
@@ -106,7 +108,7 @@ class BackgroundSaver {
   std::int64_t bytes() const { return copy_.bytes(); }
 
  private:
-  friend struct SaveState;
+  friend struct detail::SaveStateRun;
   struct Work;
 
   /// Runs on rank 0's thread with the path of a new state, to remove older ones in place of `keep_last`. Returns the
@@ -130,5 +132,5 @@ class BackgroundSaver {
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/trainer/background_saver.ipp>
+#include <gradaccum/impl/saving/background_saver.ipp>
 #endif

@@ -77,58 +77,37 @@ struct FitOptions {
 /// Throws if a limit is negative.
 void check(const FitOptions& options);
 
-/// The progress of a `fit`.
-struct FitStatus {
-  using Clock = std::chrono::steady_clock;
-
-  FitOptions options = {};
+/// The progress of a `fit`, which `TrainerBase::progress()` returns.
+class FitProgress {
+ public:
+  FitOptions options = {};                   ///< of the running `fit`
   std::int64_t epoch = 0;                    ///< current epoch, counted from 0 over all calls of `fit`
   std::int64_t epochs = 0;                   ///< completed epochs of this `fit`
   std::int64_t batch = 0;                    ///< batches of this epoch so far
   std::optional<std::int64_t> batches = {};  ///< batches per epoch; unknown in the first if the range has no size()
-  std::int64_t updates = 0, skipped = 0;     ///< windows that made an update, and that did not
+  std::int64_t updates = 0;                  ///< windows that made an update
+  std::int64_t skipped = 0;                  ///< windows that did not
   std::int64_t samples = 0;                  ///< samples so far
-  std::int64_t nan_batches = 0;              ///< batches left out for a non-finite loss or gradient
-  std::string first_nan = {};                ///< the first of these
   bool running = false;                      ///< inside `fit`
   bool stopped = false;                      ///< by Trainer::stop, a policy, or the limit in samples or time
-  std::string stop_reason = {};              ///< the reason, if one was given
-  int signal = 0;                            ///< the signal that ended it early
-  bool together = false;                     ///< with several ranks: stop only after all ranks have been informed
-  bool wants_stop = false;
-  bool wants_save = false, saves = false;  ///< a state is due on this rank, and on all ranks
-  int wants_signal = 0;
   std::vector<Validation> validations = {};  ///< validations so far
   std::string resumed_from = {};             ///< the loaded state
-  bool trained = false;                      ///< this epoch had an update, or one that was skipped for an overflow
-  Clock::time_point start = Clock::now();    ///< start of this call, less the time of the runs that it resumes
-  Clock::time_point begun = Clock::now();    ///< start of this call
-  std::int64_t windows = 0;                  ///< windows in this call
-  std::int64_t at_rate_0 = 0;                ///< updates in this call with all learning rates 0
 
-  double seconds() const { return std::chrono::duration<double>(Clock::now() - start).count(); }
-  double seconds_of_call() const { return std::chrono::duration<double>(Clock::now() - begun).count(); }
   /// Returns true if a limit is reached or the training was stopped, also within an epoch.
   bool done() const;
-  /// Stops the training. With several ranks, only after all ranks have been informed, unless all decide `alike`.
-  void stop(std::string why = {}, bool alike = false) {
-    (together && !alike ? wants_stop : stopped) = true;
-    if (stop_reason.empty()) stop_reason = std::move(why);
-  }
-  /// Stops the training if it has reached the limit in samples or time.
-  void stop_at_limits();
-  void interrupt(int by) { (together ? wants_signal : signal) = by; }
-  void count_window(bool moved, bool overflowed) {
-    updates += moved;
-    skipped += !moved;
-    ++windows;
-    trained = trained || moved || overflowed;
-  }
-  void end_epoch();
-  /// Saves or loads the progress, without the options and without a reason to stop.
-  void state(Archive& archive);
+  int signal() const { return signal_; }  ///< the signal that ends it early; 0 if none did
+  double seconds() const;                 ///< time so far, with that of the runs that this one resumes
   /// Returns the fraction of the training that is done, in [0, 1]; nullopt while it is unknown.
   std::optional<double> fraction() const;
+
+ protected:
+  using Clock = std::chrono::steady_clock;
+
+  double seconds_of_call() const;
+
+  int signal_ = 0;
+  Clock::time_point start_ = Clock::now();  // less the time of the runs that this one resumes
+  Clock::time_point begun_ = Clock::now();
 };
 
 /// The result of a `fit`. It prints as a summary:
@@ -155,14 +134,8 @@ struct FitReport {
 
 std::ostream& operator<<(std::ostream& stream, const FitReport& report);
 
-namespace detail {
-
-/// Returns the report without the memory.
-FitReport report_of(const FitStatus& status);
-
-}  // namespace detail
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/trainer/training_state.ipp>
+#include <gradaccum/impl/training/fit_progress.ipp>
 #endif

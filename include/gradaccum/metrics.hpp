@@ -421,5 +421,5 @@ void warn_if_last(const char* owner, const std::string& metric, Mode mode, doubl
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/trainer/metrics.ipp>
+#include <gradaccum/impl/metrics/metrics.ipp>
 #endif

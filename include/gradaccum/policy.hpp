@@ -7,7 +7,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <concepts>
 #include <cstdint>
+#include <memory>
 #include <type_traits>
 
 namespace gradaccum {
@@ -58,8 +60,33 @@ struct Step {
   };                                                                          \
   }
 
-#include <gradaccum/detail/trainer/hooks.inl>
+#include <gradaccum/detail/training/hooks.inl>
 #undef GRADACCUM_HOOK
+
+/// A policy that runs in a Trainer: what `start` of the library's policies returns.
+class PolicyRun {
+ public:
+  virtual ~PolicyRun() = default;
+};
+
+namespace detail {
+
+/// True for a policy of the library that has only options. The Trainer calls the hooks of the object that its `start`
+/// returns, once the `attach` of all policies was called.
+template <class P>
+concept has_run = requires(P& policy, TrainerBase& trainer) {
+  { policy.start(trainer) } -> std::same_as<std::shared_ptr<PolicyRun>>;
+};
+
+/// True for options of the library whose results `Trainer::policy` gives access to: it returns their `Running`, which a
+/// Trainer constructs from them.
+template <class P>
+concept has_running = requires {
+  typename P::Running;
+}
+&&has_run<typename P::Running>;
+
+}  // namespace detail
 
 namespace hooks {
 
@@ -67,7 +94,7 @@ namespace hooks {
 template <class P>
 inline constexpr bool any_in =
 #define GRADACCUM_HOOK(name, signature, form) (!std::is_same_v<name, state> && name::in<P>) ||
-#include <gradaccum/detail/trainer/hooks.inl>
+#include <gradaccum/detail/training/hooks.inl>
 #undef GRADACCUM_HOOK
     false;
 
@@ -85,6 +112,7 @@ inline constexpr bool any_in =
 ///                         ga::Accumulate{.steps = 4}, GradientNoise{.sigma = 1e-3});
 ///     trainer.fit(batches);
 ///
+// clang-format off
 /// | hook | when it is called, and its task |
 /// |---|---|
 /// | `attach(TrainerBase&)` | once, in the trainer's constructor; `auto&` receives the Trainer itself |
@@ -94,22 +122,22 @@ inline constexpr bool any_in =
 /// | `before_backward(Loss&)` | may change the seed of the backward pass, but not the loss |
 /// | `ready()` | before each backward pass: returns whether it may fill the window, which closes if all agree |
 /// | `after_backward(Gradients&)` | may read the sums so far; the window is still open |
-/// | `before_close()` | before the window closes: gradients are complete, and activations are freed. With |
-/// | | `OptimizerInBackward` this and the next hook are called before the backward pass that fills the window |
+/// | `before_close()` | before the window closes: gradients are complete, and activations are freed. With `OptimizerInBackward` this and the next hook are called before the backward pass that fills the window |
 /// | `scale_gradients(Factor&)` | adds deferred factors, which are write-only: the order of policies does not matter |
-/// | `before_step(Gradients&)` | reads the final gradients (mean, unscaled) by `norm()`, reads or changes them by
-/// `values()` | | `after_window(const Step&)` | after the window, stepped or skipped | | `after_step(const Step&)` |
-/// after an update of the parameters | | `before_boundary()` | in `fit`, after all hooks above: between two
-/// micro-batches, and at the end of an epoch. | | | Evaluate here, and call `TrainerBase::validated` | |
-/// `on_validation(const Validation&)` | receives the result of an evaluation | | `at_boundary()` | in `fit`, after
-/// `before_boundary` of all policies. Save states here | | `others_continue()` | in `fit`, when this rank has no more
-/// batches in the epoch: returns whether other ranks | | | have some, so that this rank joins their next window. Called
-/// again after each | | `state(Archive&)` | saves and loads the policy's state; needs a member `std::string_view name`,
-/// static or not |
+/// | `before_step(Gradients&)` | reads the final gradients (mean, unscaled) by `norm()`, reads or changes them by `values()` |
+/// | `after_window(const Step&)` | after the window, stepped or skipped |
+/// | `after_step(const Step&)` | after an update of the parameters |
+/// | `before_boundary()` | in `fit`, after all hooks above: between two micro-batches, and at the end of an epoch. Evaluate here, and call `TrainerBase::validated` |
+/// | `on_validation(const Validation&)` | receives the result of an evaluation |
+/// | `at_boundary()` | in `fit`, after `before_boundary` of all policies. Save states here |
+/// | `others_continue()` | in `fit`, when this rank has no more batches in the epoch: returns whether other ranks have some, so that this rank joins their next window. Called again after each. Hooks of a policy that has it come before those of the others |
+/// | `state(Archive&)` | saves and loads the policy's state; needs a member `std::string_view name`, static or not |
+// clang-format on
 ///
 /// The class must not be final. A hook with a wrong signature does not compile; a misspelt name is not detected, unless
 /// you check it by `static_assert(ga::hook::before_step<GradientNoise>)`.
 template <class P>
-concept policy = std::is_class_v<P> && !std::is_final_v<P> && hooks::any_in<P>;
+concept policy =
+    std::is_class_v<P> && !std::is_final_v<P> && (hooks::any_in<P> || detail::has_run<P> || detail::has_running<P>);
 
 }  // namespace gradaccum

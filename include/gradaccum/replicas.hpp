@@ -52,7 +52,7 @@ namespace gradaccum {
 /// complete window has only this rank's pieces of the gradients, but the norm of all.
 class Replicas {
  public:
-  /// Connects a model and its optimizer, which is an accumulator, or a Trainer for the policy `DataParallel`.
+  /// Connects a model and its accumulator. With a Trainer use the policy `DataParallel`.
   template <class Model, class Optimizer>
   Replicas(ProcessGroup group, Model& model, Optimizer& optimizer, ReplicasOptions options = {})
       : group_(std::move(group)), model_(&detail::module_of(model)), communicator_(communicator_of(group_, options)) {

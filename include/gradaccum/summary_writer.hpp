@@ -20,6 +20,7 @@ namespace gradaccum {
 
 namespace detail {
 class EventFile;
+struct TensorBoardRun;
 struct ValueHistogram;
 }  // namespace detail
 
@@ -71,7 +72,7 @@ class SummaryWriter {
   const std::filesystem::path& path() const;
 
  private:
-  friend struct TensorBoard;
+  friend struct detail::TensorBoardRun;
   void add(std::string_view tag, const detail::ValueHistogram& histogram, std::int64_t step);
 
   std::unique_ptr<detail::EventFile> file_;

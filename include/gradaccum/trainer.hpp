@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/trainer/any_batch.hpp>
-#include <gradaccum/detail/trainer/any_policy.hpp>
+#include <gradaccum/detail/training/any_batch.hpp>
+#include <gradaccum/detail/training/any_policy.hpp>
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/detail/window/any_optimizer.hpp>
 #include <gradaccum/detail/window/optimizer_facade.hpp>
@@ -180,36 +180,39 @@ class Trainer : public TrainerBase {
   void check_optimizer_state() override { OptimizerState(optimizer_, module()).check(); }
   template <class Hook>
   static constexpr bool has =  ///< true if a policy has the hook
-      (Hook::template in<Progress> && !(std::derived_from<detail::policy_t<Policies>, Progress> || ...)) ||
       (Hook::template in<detail::policy_t<Policies>> || ...);
-  template <class Hook>
-  static constexpr bool acts_in =  ///< like `has`, without policies that have a member `looks_on`
-      ((Hook::template in<detail::policy_t<Policies>> && !requires { detail::policy_t<Policies>::looks_on; }) || ...);
+  /// Returns the policy of this type; for policies with results, such as `Report`, their `Running`.
   template <class Policy>
-  Policy& policy() {
+  auto& policy() {
     static_assert(count_of<Policy> == 1, "Trainer: policy<P>() needs P to be one of its policies, and the only one");
-    if constexpr (count_of<Policy> == 1) {
-      auto* const policy = find_policy<Policy>();
-      TORCH_CHECK(policy, "Trainer: policy<", detail::name_of_class(typeid(Policy)),
-                  ">() must be present, but its std::optional was empty");
-      return *policy;
-    }
+    auto* const policy = find_policy<Policy>();
+    TORCH_CHECK(policy, "Trainer: policy<", detail::name_of_class(typeid(Policy)),
+                ">() must be present, but its std::optional was empty");
+    return *policy;
   }
   /// Returns the policy of this type, or nullptr if there is none.
   template <class Policy>
-  Policy* find_policy() {
+  auto* find_policy() {
+    using Held = detail::policy_t<Policy>;
+    detail::PolicyOf<Held>* found = nullptr;
     if constexpr (count_of<Policy> == 1)
-      if (auto* const found = TrainerBase::find_policy(typeid(detail::PolicyOf<Policy>)))
-        return &static_cast<detail::PolicyOf<Policy>*>(found)->policy;
-    return nullptr;
+      found = static_cast<detail::PolicyOf<Held>*>(TrainerBase::find_policy(typeid(detail::PolicyOf<Held>)));
+    return found ? &found->policy : nullptr;
   }
 
  private:
   template <class Policy>
-  static constexpr auto count_of = (std::same_as<Policy, detail::policy_t<Policies>> + ... + 0);
+  static constexpr auto count_of = (std::same_as<detail::policy_t<Policy>, detail::policy_t<Policies>> + ... + 0);
   static constexpr bool shows_progress = (std::derived_from<detail::policy_t<Policies>, Progress> || ...);
 
   double learning_rate() override { return detail::learning_rate_of(optimizer_); }
+  LearningRates learning_rates() override {
+    if constexpr (requires { LearningRates(optimizer_); })
+      return LearningRates(optimizer_);
+    else
+      TORCH_CHECK(false, "Trainer: a policy that sets learning rates needs an optimizer with param_groups(), got ",
+                  optimizer_name());
+  }
   void archive_optimizer(Archive& archive) override {
     archive("optimizer", OptimizerState(optimizer_, module(), shards()));
   }

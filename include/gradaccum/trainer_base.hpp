@@ -2,6 +2,7 @@
 #pragma once
 
 #include <gradaccum/fit_options.hpp>
+#include <gradaccum/learning_rates.hpp>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/metrics.hpp>
 #include <gradaccum/policy.hpp>
@@ -45,9 +46,12 @@ class TrainerBase {
   void stop_on_all(std::string why);
   /// Ends `fit` after a signal, without its tail, so that another process can resume from a state.
   void interrupt(int signal);
+  /// Makes `SaveState` save at the next boundary: on all ranks, if there are several.
+  void request_save();
 
   virtual torch::nn::Module& module() = 0;
   virtual double learning_rate() = 0;          ///< the first parameter group's; NaN if the optimizer has no get_lr()
+  virtual LearningRates learning_rates() = 0;  ///< sets the rates of the parameter groups
   at::Device device() const;                   ///< the device of the first parameter
   std::vector<at::Tensor> parameters() const;  ///< the optimizer's parameters
   std::string optimizer_name() const;          ///< the optimizer's class
@@ -60,7 +64,8 @@ class TrainerBase {
   std::int64_t updates_at_epoch_begin() const;
   bool closing() const;        ///< true if the current backward pass fills the window; false when flush() closes it
   const Step& window() const;  ///< epoch, micro_batches, samples and items of the current window so far
-  const FitStatus& status() const;
+  const FitProgress& progress() const;  ///< of the running `fit`, or of the last one
+  FitReport report() const;             ///< what `fit` would return now, without the memory
   /// Passes an evaluation to `on_validation` of all policies. Call it from a policy that evaluates, as `Validate` does.
   /// `EarlyStopping` counts `due` evaluations only.
   void validated(std::string name, Evaluation found, bool due = true);
@@ -78,9 +83,11 @@ class TrainerBase {
   void set_in_backward(bool on);
   bool steps_in_backward() const;
   void set_batch_size(std::int64_t samples);  ///< samples per window; 0: not counted
-  void will_set_learning_rate();              ///< announces, in `attach`, that a policy sets the rate for each update
-  bool is_first() const;                      ///< true on rank 0, which writes files and shows progress
-  bool others_continue();
+  /// Announces the number of micro-batches per window, by epoch, of a policy whose `ready` counts them.
+  void set_micro_batches_per_window(std::function<std::int64_t(std::int64_t epoch)> number);
+  void leave_out(std::vector<std::string> buffers);  ///< names of buffers that states do not have
+  void will_set_learning_rate();  ///< announces, in `attach`, that a policy sets the rate for each update
+  bool is_first() const;          ///< true on rank 0, which writes files and shows progress
   /// Calls `run` once all policies are attached, immediately if they are. In `attach` it then need not be undone if
   /// another policy throws.
   void when_built(std::function<void()> run);
@@ -109,19 +116,11 @@ class TrainerBase {
   virtual void archive_optimizer(Archive& archive) = 0;
 
  private:
-  friend class Replicas;
-  friend struct Accumulate;
-  friend struct DataParallel;
-  friend struct FitMemory;
-  friend struct Profile;
-  friend struct SaveState;
-  friend struct TensorBoard;
+  friend class detail::Loop;  // finds itself, for policies of the library
   friend struct detail::AnyTraining;
 
-  void set_peers(std::shared_ptr<detail::Communicator> peers);
-  std::shared_ptr<detail::Communicator> peers() const;  ///< the exchange with other ranks; null for a single process
-  detail::Loop& loop() { return *loop_; }
-  void finish_background_save();  ///< waits until a thread has written its state
+  std::shared_ptr<detail::Communicator> peers() const;  ///< the exchange between ranks; null for a single process
+  void finish_background_save();                        ///< waits until a thread has written its state
 
   std::unique_ptr<detail::Loop> loop_;
 };
@@ -131,5 +130,5 @@ class TrainerBase {
 #undef GRADACCUM_INLINE
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/trainer/trainer.ipp>
+#include <gradaccum/impl/training/trainer_base.ipp>
 #endif

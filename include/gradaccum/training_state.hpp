@@ -256,5 +256,5 @@ std::filesystem::path load(const std::filesystem::path& directory, Training& tra
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/trainer/training_state.ipp>
+#include <gradaccum/impl/saving/training_state.ipp>
 #endif

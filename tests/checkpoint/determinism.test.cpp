@@ -2,8 +2,8 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/checkpoint.hpp>
-#include <gradaccum/detail/checkpoint/recomputation.hpp>
 #include <gradaccum/detail/checkpoint/forward_state.hpp>
+#include <gradaccum/detail/checkpoint/recomputation.hpp>
 
 #include "support/leaves.hpp"
 #include "support/outcome.hpp"

@@ -4,6 +4,7 @@
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/learning_rates.hpp>
 #include <gradaccum/policies/schedule.hpp>
+#include <gradaccum/trainer.hpp>
 
 #include "support/models.hpp"
 
@@ -127,54 +128,64 @@ TEST_CASE("LearningRates: refuses unsupported optimizers") {
   REQUIRE_ERROR("LearningRates: TellsOnly must override get_lr() and set_lr()", ga::LearningRates(tells_only));
 }
 
-// The parts of a Trainer that Schedule uses: the number of updates, and the optimizer.
 namespace {
 
-struct Counts {
-  SGD& sgd;
-  std::int64_t count = 0;
-  SGD& optimizer() { return sgd; }
-  std::int64_t updates() const { return count; }
+/// Trains the optimizer's parameters, which no module has.
+const auto mean_of_parameters = [](auto&, const std::vector<at::Tensor>& parameters) {
+  at::Tensor sum = torch::zeros({});
+  for (auto& one : parameters) sum = sum + one.sum();
+  return ga::Loss(sum, 1);
 };
+
+std::vector<at::Tensor> parameters_of(SGD& sgd) {
+  std::vector<at::Tensor> all;
+  for (auto& group : sgd.param_groups()) all.insert(all.end(), group.params().begin(), group.params().end());
+  return all;
+}
 
 }  // namespace
 
 TEST_CASE("Schedule: each update has the rate of its index") {
   const ga::lr::Cosine cosine{.peak = 0.1, .warmup = 3, .total = 10};
   const auto sgd = sgd_with({0.5, 0.25});
-  Counts trainer{*sgd};
-  ga::Schedule schedule{cosine};
-  schedule.attach(trainer);
+  torch::nn::Module none;
+  ga::Trainer trainer(none, *sgd, mean_of_parameters, ga::Schedule{cosine});
+  const auto batch = parameters_of(*sgd);
   for (std::int64_t update = 0; update < 12; ++update) {
     CHECK(rates_of(*sgd) == Rates{cosine(update), cosine(update) * 0.5});
-    schedule.after_step({.update = ++trainer.count, .moved = true});
+    trainer.step(batch);
   }
 }
 
-TEST_CASE("Schedule: accepts any function, and begins at the trainer's update") {
+TEST_CASE("Schedule: accepts any function") {
   const auto sgd = sgd_with({0.5});
-  Counts trainer{*sgd, 4};
-  ga::Schedule halves{[](std::int64_t update) { return 1.0 / static_cast<double>(1 + update); }};
-  halves.attach(trainer);
+  torch::nn::Module none;
+  ga::Schedule inverse{[](std::int64_t update) { return 1.0 / static_cast<double>(1 + update); }};
+  static_assert(ga::policy<decltype(inverse)>);
+  ga::Trainer trainer(none, *sgd, mean_of_parameters, inverse);
+  const auto batch = parameters_of(*sgd);
+  for (int i = 0; i < 4; ++i) trainer.step(batch);
   CHECK(rates_of(*sgd) == Rates{0.2});
-  static_assert(ga::policy<decltype(halves)>);
-  static_assert(ga::hook::attach<decltype(halves)> && ga::hook::after_step<decltype(halves)>);
-  ga::Schedule unfinished{ga::lr::Linear{.peak = 0.1}};
-  REQUIRE_ERROR("lr::Linear: total must be >= 1, got 0", unfinished.attach(trainer));
 }
 
 TEST_CASE("Schedule: loading sets the rate of the loaded count, with the earlier ratios") {
-  const auto sgd = sgd_with({0.5, 0.25});
-  Counts trainer{*sgd};
-  ga::Schedule schedule{[](std::int64_t update) { return 1.0 / static_cast<double>(1 + update); }};
-  schedule.attach(trainer);
+  struct Pair : torch::nn::Module {
+    at::Tensor a = register_parameter("a", torch::zeros({2})), b = register_parameter("b", torch::zeros({2}));
+  } pair;
+  SGD sgd({pair.a}, SGDOptions(0.5));
+  sgd.add_param_group({{pair.b}});
+  sgd.param_groups()[1].options().set_lr(0.25);
+  ga::Trainer trainer(pair, sgd, mean_of_parameters,
+                      ga::Schedule{[](std::int64_t update) { return 1.0 / static_cast<double>(1 + update); }});
+  const auto batch = parameters_of(sgd);
+  for (int i = 0; i < 3; ++i) trainer.step(batch);
+  CHECK(rates_of(sgd) == Rates{0.25, 0.125});
   ga::Archive saved;
-  saved("schedule", schedule);
-  CHECK(rates_of(*sgd) == Rates{1, 0.5});
+  trainer.state(saved);
   CHECK(saved.values().contains("schedule.updates"));  // so that loading calls state()
-  trainer.count = 3;
-  for (auto& group : sgd->param_groups()) group.options().set_lr(0);  // as in a file of another schedule
+  trainer.step(batch);
+  for (auto& group : sgd.param_groups()) group.options().set_lr(0);  // as in a file of another schedule
   ga::Archive loaded(saved.values());
-  loaded("schedule", schedule);
-  CHECK(rates_of(*sgd) == Rates{0.25, 0.125});
+  trainer.state(loaded);
+  CHECK(rates_of(sgd) == Rates{0.25, 0.125});
 }

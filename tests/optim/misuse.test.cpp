@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
-#include <gradaccum/gradients.hpp>
 #include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/gradients.hpp>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/optim/adam.hpp>
 #include <gradaccum/optim/adamw.hpp>

@@ -186,7 +186,8 @@ TEST_CASE("DataParallel: an error of one rank's background write is thrown on al
     errors[rank] = error_of([&] { runs[rank].fit(data, group, directory / "states", {.epochs = 3}, shard); });
   });
   CAPTURE(errors[0], errors[1]);
-  // Either rank may be the first to notice; the other one may throw that it has given up, and only warn of its own state.
+  // Either rank may be the first to notice; the other one may throw that it has given up, and only warn of its own
+  // state.
   const auto gave_up = [](const std::string& error) { return contains(error, "has given up"); };
   const auto names_the_file = [](const std::string& error) {
     return contains(error, "/rank_1.") && contains(error, "No space left on device");

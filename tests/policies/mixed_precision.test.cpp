@@ -54,7 +54,7 @@ TEST_CASE("MixedPrecision: switched off, it does nothing") {
   ga::Trainer trainer(model, sgd, objective_that_tells(seen), ga::MixedPrecision{.dtype = at::kHalf, .enabled = false});
   trainer.fit(make_batches({3}, at::kFloat));
   CHECK(seen.forward == at::kFloat);
-  CHECK_FALSE(trainer.policy<ga::MixedPrecision>().amp_scaler->is_enabled());
+  CHECK_FALSE(trainer.policy<ga::MixedPrecision>().amp_scaler().is_enabled());
 }
 
 TEST_CASE("MixedPrecision: only float16 has a loss scale, made of its options") {
@@ -62,11 +62,11 @@ TEST_CASE("MixedPrecision: only float16 has a loss scale, made of its options") 
   torch::optim::SGD sgd(model->parameters(), 0.1);
   const auto objective = [](auto& net, auto& batch) { return loss_of(net, batch); };
   ga::Trainer half(model, sgd, objective, ga::MixedPrecision{.dtype = at::kHalf, .scaler = {.init_scale = 32.0}});
-  CHECK(half.policy<ga::MixedPrecision>().amp_scaler->get_scale() == 32.0);
+  CHECK(half.policy<ga::MixedPrecision>().amp_scaler().get_scale() == 32.0);
   ga::Trainer brain(model, sgd, objective, ga::MixedPrecision{.scaler = {.init_scale = 32.0}});
-  CHECK(brain.policy<ga::MixedPrecision>().amp_scaler->get_scale() == 1.0);
+  CHECK(brain.policy<ga::MixedPrecision>().amp_scaler().get_scale() == 1.0);
   ga::Trainer unscaled(model, sgd, objective, ga::MixedPrecision{.dtype = at::kHalf, .scaler = {.enabled = false}});
-  CHECK(unscaled.policy<ga::MixedPrecision>().amp_scaler->get_scale() == 1.0);
+  CHECK(unscaled.policy<ga::MixedPrecision>().amp_scaler().get_scale() == 1.0);
 }
 
 TEST_CASE("MixedPrecision: skipped windows without an overflow do not make the scale grow") {
@@ -79,7 +79,7 @@ TEST_CASE("MixedPrecision: skipped windows without an overflow do not make the s
         return ga::Loss{loss_of(net, batch), items};
       },
       ga::MixedPrecision{.dtype = at::kHalf, .scaler = {.init_scale = 8.0, .growth_interval = 2}});
-  const auto& scaler = *trainer.policy<ga::MixedPrecision>().amp_scaler;
+  const auto& scaler = trainer.policy<ga::MixedPrecision>().amp_scaler();
   const auto batches = make_batches({3, 3, 3}, at::kFloat);
   items = 0;
   CHECK(trainer.fit(batches).skipped == 3);

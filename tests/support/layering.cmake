@@ -55,8 +55,14 @@ module(verification PUBLIC verify_accumulation
                   USES types window data)
 module(compilation PUBLIC compiled_step exported_model graphed_step
                   USES types kernels memory window scaling checkpoint data io)
-module(trainer PUBLIC background_saver fit_options metrics policies policies/ policy trainer trainer_base training_state
-                  USES types kernels memory state window scaling optimizers checkpoint data fitting io watching parallel)
+module(metrics PUBLIC metrics
+                  USES types kernels state window watching)
+module(saving PUBLIC background_saver training_state
+                  USES types kernels state window optimizers io)
+module(training PUBLIC fit_options policy trainer_base
+                  USES types kernels memory state window optimizers data watching metrics saving)
+module(policies PUBLIC policies policies/ trainer
+                  USES types kernels memory state window scaling optimizers checkpoint data fitting io watching parallel metrics saving training)
 module(everything PUBLIC compiled gradaccum)
 set(used_by_everything ${modules})
 

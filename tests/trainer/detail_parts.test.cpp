@@ -6,7 +6,7 @@ int batch_size = 64;  // a user's global variable must not hide batch_size()
 #include <gradaccum/data/tensor_batches.hpp>
 #include <gradaccum/detail/data/samples.hpp>
 #include <gradaccum/detail/memory/memory_ledger.hpp>
-#include <gradaccum/detail/trainer/loop.hpp>
+#include <gradaccum/detail/training/loop.hpp>
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/metrics.hpp>
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
+#include <gradaccum/detail/training/fit_state.hpp>
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/memory_meter.hpp>
 
@@ -41,9 +42,28 @@ TEST_CASE("FitOptions: resume accepts all types that convert to a path") {
   STATIC_REQUIRE_FALSE(std::is_convertible_v<int, ga::ResumeFrom>);
 }
 
-TEST_CASE("FitStatus: done() after the epochs or the updates") {
+namespace {
+
+struct Counts {
+  ga::FitOptions options = {};
+  std::int64_t epochs = 0, batch = 0;
+  std::optional<std::int64_t> batches = {};
+  std::int64_t updates = 0;
+};
+
+inner::FitState fit_with(const Counts& counts) {
+  inner::FitState fit(counts.options, counts.batches, /*with_others=*/false);
+  fit.epochs = counts.epochs;
+  fit.batch = counts.batch;
+  fit.updates = counts.updates;
+  return fit;
+}
+
+}  // namespace
+
+TEST_CASE("FitProgress: done() after the epochs or the updates") {
   const auto done = [](const ga::FitOptions& options, std::int64_t epochs, std::int64_t updates) {
-    return ga::FitStatus{.options = options, .epochs = epochs, .updates = updates}.done();
+    return fit_with({.options = options, .epochs = epochs, .updates = updates}).done();
   };
   CHECK_FALSE(done({}, 0, 100));
   CHECK(done({}, 1, 0));
@@ -58,8 +78,8 @@ TEST_CASE("FitStatus: done() after the epochs or the updates") {
   CHECK(done({.epochs = 2, .updates = 5}, 0, 5));
 }
 
-TEST_CASE("FitStatus: a smoke run is done after a window, skipped or not") {
-  ga::FitStatus status{.options = {.epochs = 20, .smoke = true}};
+TEST_CASE("FitProgress: a smoke run is done after a window, skipped or not") {
+  auto status = fit_with({.options = {.epochs = 20, .smoke = true}});
   CHECK_FALSE(status.done());
   SECTION("stepped") { status.count_window(true, 4); }
   SECTION("skipped") { status.count_window(false, 4); }
@@ -68,8 +88,8 @@ TEST_CASE("FitStatus: a smoke run is done after a window, skipped or not") {
   CHECK_FALSE(status.done());
 }
 
-TEST_CASE("FitStatus: counts windows") {
-  ga::FitStatus status;
+TEST_CASE("FitState: counts windows") {
+  inner::FitState status;
   status.count_window(false, 0);
   CHECK_FALSE(status.trained);
   status.count_window(false, 2);  // an overflow
@@ -80,8 +100,8 @@ TEST_CASE("FitStatus: counts windows") {
   CHECK(status.skipped == 2);
 }
 
-TEST_CASE("FitStatus: fraction() of the epochs or of the updates, the greater one") {
-  const auto fraction = [](ga::FitStatus status) { return status.fraction(); };
+TEST_CASE("FitProgress: fraction() of the epochs or of the updates, the greater one") {
+  const auto fraction = [](const Counts& counts) { return fit_with(counts).fraction(); };
   CHECK_FALSE(fraction({}));  // the number of batches is unknown
   CHECK_FALSE(fraction({.options = {.epochs = 3}, .epochs = 1, .batch = 7}));
   CHECK_FALSE(fraction({.batches = 0}));
@@ -94,24 +114,25 @@ TEST_CASE("FitStatus: fraction() of the epochs or of the updates, the greater on
   CHECK(fraction({.options = {.epochs = 1, .updates = 10}, .batch = 4, .batches = 8, .updates = 3}) == 0.5);
 }
 
-TEST_CASE("FitStatus: fraction() is in [0, 1], and 1 at the end") {
-  CHECK(ga::FitStatus{.options = {.epochs = 0}, .batches = 8}.fraction() == 1.0);
-  CHECK(ga::FitStatus{.options = {.updates = 0}}.fraction() == 1.0);
-  CHECK(ga::FitStatus{.epochs = 3, .batches = 8}.fraction() == 1.0);                // after a fit of 3 epochs
-  CHECK(ga::FitStatus{.options = {.updates = 5}, .updates = 6}.fraction() == 1.0);  // more than requested
-  CHECK(ga::FitStatus{.options = {.epochs = 2}, .batch = 12, .batches = 8}.fraction() == 0.5);  // than size() said
+TEST_CASE("FitProgress: fraction() is in [0, 1], and 1 at the end") {
+  CHECK(fit_with({.options = {.epochs = 0}, .batches = 8}).fraction() == 1.0);
+  CHECK(fit_with({.options = {.updates = 0}}).fraction() == 1.0);
+  CHECK(fit_with({.epochs = 3, .batches = 8}).fraction() == 1.0);                            // after a fit of 3 epochs
+  CHECK(fit_with({.options = {.updates = 5}, .updates = 6}).fraction() == 1.0);              // more than requested
+  CHECK(fit_with({.options = {.epochs = 2}, .batch = 12, .batches = 8}).fraction() == 0.5);  // than size() said
 }
 
-TEST_CASE("FitStatus: the end of an epoch") {
-  ga::FitStatus status{.options = {.updates = 5}, .batch = 7, .batches = 7, .trained = true};
+TEST_CASE("FitState: the end of an epoch") {
+  auto status = fit_with({.options = {.updates = 5}, .batch = 7, .batches = 7});
+  status.trained = true;
   status.end_epoch();
   CHECK(status.epochs == 1);
   CHECK(status.batch == 0);
   CHECK_FALSE(status.trained);
 }
 
-TEST_CASE("FitStatus: a later epoch without batches is refused") {
-  ga::FitStatus status{.options = {.epochs = 3}, .batch = 7};
+TEST_CASE("FitState: a later epoch without batches is refused") {
+  auto status = fit_with({.options = {.epochs = 3}, .batch = 7});
   status.end_epoch();
   CHECK(status.batches == 7);
   REQUIRE_ERROR(
@@ -119,15 +140,15 @@ TEST_CASE("FitStatus: a later epoch without batches is refused") {
       status.end_epoch());
 }
 
-TEST_CASE("report_of: takes the counts of the status") {
-  ga::FitStatus status{.epochs = 3,
-                       .updates = 938,
-                       .skipped = 2,
-                       .samples = 512,
-                       .nan_batches = 4,
-                       .first_nan = "batch 7",
-                       .start = ga::FitStatus::Clock::now() - std::chrono::hours(1)};
-  const auto report = inner::report_of(status);
+TEST_CASE("FitState: the report has its counts") {
+  struct Aged : inner::FitState {
+    Aged() : inner::FitState(fit_with({.epochs = 3, .updates = 938})) { start_ -= std::chrono::hours(1); }
+  } status;
+  status.skipped = 2;
+  status.samples = 512;
+  status.nan_batches = 4;
+  status.first_nan = "batch 7";
+  const auto report = status.report();
   CHECK(report.epochs == 3);
   CHECK(report.updates == 938);
   CHECK(report.skipped == 2);

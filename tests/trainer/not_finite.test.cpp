@@ -113,7 +113,7 @@ TEST_CASE("Trainer: an infinite gradient is found in mixed precision, and by a l
   CHECK(scaled.moved() == 1.0);
   CHECK(overflowed == std::vector<bool>{false, true, false});
   CHECK((report.skipped == 1 && report.nan_batches == 0));
-  CHECK(half.policy<ga::MixedPrecision>().amp_scaler->get_scale() == 512.0);
+  CHECK(half.policy<ga::MixedPrecision>().amp_scaler().get_scale() == 512.0);
 }
 
 TEST_CASE("Trainer: gradients are checked after the policies have changed them") {

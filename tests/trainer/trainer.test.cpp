@@ -128,8 +128,8 @@ TEST_CASE("Trainer: float16, a loss scale, weights, clipping and a schedule matc
   CHECK(report.updates == optimizer.updates());
   CHECK(report.updates == 10);
   CHECK(same_bits(flat(trained.model), flat(by_hand.model)));
-  CHECK(trainer.policy<ga::MixedPrecision>().amp_scaler->state_dict() == scaler.state_dict());
-  CHECK(trainer.policy<ga::MixedPrecision>().amp_scaler->get_scale() != 1000.0);
+  CHECK(trainer.policy<ga::MixedPrecision>().amp_scaler().state_dict() == scaler.state_dict());
+  CHECK(trainer.policy<ga::MixedPrecision>().amp_scaler().get_scale() != 1000.0);
 }
 
 TEST_CASE("Trainer: the order of policies does not change a bit") {
@@ -969,8 +969,8 @@ TEST_CASE("Trainer: its state is saved and loaded") {
   after->policy<ga::Ema>().swap(second.model);
   uninterrupted->policy<ga::Ema>().swap(straight.model);
   CHECK(same_bits(flat(second.model), flat(straight.model)));
-  CHECK(after->policy<ga::MixedPrecision>().amp_scaler->state_dict() ==
-        uninterrupted->policy<ga::MixedPrecision>().amp_scaler->state_dict());
+  CHECK(after->policy<ga::MixedPrecision>().amp_scaler().state_dict() ==
+        uninterrupted->policy<ga::MixedPrecision>().amp_scaler().state_dict());
 }
 
 TEST_CASE("Trainer: LBFGS and accumulators behind a reference are refused") {

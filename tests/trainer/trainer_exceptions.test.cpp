@@ -245,7 +245,7 @@ TEST_CASE("Trainer: skipped windows change neither schedule nor average, and are
   CHECK_FALSE(windows[1].moved);
   CHECK(windows[1].update == 1);
   CHECK(windows[2].lr == 0.1 / 2);
-  CHECK(trainer.policy<ga::MixedPrecision>().amp_scaler->get_scale() == 256.0);
+  CHECK(trainer.policy<ga::MixedPrecision>().amp_scaler().get_scale() == 256.0);
 }
 
 TEST_CASE("Trainer: batches with a graph are an error with the batch's number, and advice to detach them") {

@@ -64,7 +64,7 @@ Bits trained(const std::filesystem::path& directory, std::int64_t interrupt_at, 
   bits.add_model(*line);
   bits.add_optimizer(adamw, *line);
   bits.add_generator();
-  bits.add("scale", trainer.policy<ga::MixedPrecision>().amp_scaler->get_scale());
+  bits.add("scale", trainer.policy<ga::MixedPrecision>().amp_scaler().get_scale());
   bits.add("curve", c10::str(trainer.policy<ga::Report>().curves().find("train/loss")->last().value));
   for (auto& validation : report.validations) bits.add("validations", validation.found["loss"]);
   for (auto number : {report.epochs, report.updates, report.skipped, report.samples})

@@ -57,7 +57,7 @@ struct SaveAtEnd {
   std::function<void()> save = {};
   void attach(auto& trainer) {
     save = [this, &trainer] {
-      if (trainer.status().signal != 0) ga::save(directory, trainer);
+      if (trainer.progress().signal() != 0) ga::save(directory, trainer);
     };
   }
   void at_boundary() { save(); }

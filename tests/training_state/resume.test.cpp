@@ -104,7 +104,7 @@ Outcome train(const Settings& settings, const MakeBatches& make_batches, const s
   auto& bits = outcome.bits;
   bits.add_model(*net);
   bits.add_optimizer(adamw, *net);
-  for (auto& [key, value] : trainer.template policy<ga::MixedPrecision>().amp_scaler->state_dict())
+  for (auto& [key, value] : trainer.template policy<ga::MixedPrecision>().amp_scaler().state_dict())
     bits.add(key, value);
   auto& ema = trainer.template policy<ga::Ema>();
   if (ema.updates() > 0) ema.swap(net);

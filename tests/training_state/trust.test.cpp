@@ -3,6 +3,7 @@
 
 #include <gradaccum/data/tensor_batches.hpp>
 #include <gradaccum/detail/memory/memory_ledger.hpp>
+#include <gradaccum/detail/training/fit_state.hpp>
 #include <gradaccum/gradaccum.hpp>
 
 #include "support/failing_files.hpp"
@@ -390,12 +391,16 @@ TEST_CASE("trust: FitOptions::time counts this call only, so that each job of a 
     const auto report = trainer.fit(batches, {.time = std::chrono::duration<double>(0), .resume = directory / "runs"});
     CHECK(report.updates == job);
   }
-  ga::FitStatus status{.options = {.time = std::chrono::hours(1)}, .updates = 7, .windows = 1};
-  status.start -= std::chrono::hours(5);  // time of earlier runs
+  struct Aged : gradaccum::detail::FitState {
+    using ga::FitProgress::begun_, ga::FitProgress::start_;
+  } status;
+  status.options = {.time = std::chrono::hours(1)};
+  status.windows = 1;
+  status.start_ -= std::chrono::hours(5);  // time of earlier runs
   status.stop_at_limits();
   CHECK_FALSE(status.stopped);
   CHECK(status.fraction().value() < 0.9);
-  status.begun -= std::chrono::hours(2);
+  status.begun_ -= std::chrono::hours(2);
   status.stop_at_limits();
   CHECK(status.stopped);
 }

@@ -25,21 +25,12 @@ struct Accumulate {
   std::map<std::int64_t, std::int64_t> schedule = {};  ///< steps by the epoch from which on they apply
   Count batch_size = 0;                                ///< samples per update, by `batch_size(batch)`; 0: use steps
   std::optional<at::ScalarType> accumulate_in = {};    ///< kFloat: 16-bit gradients are summed in float32
-  const Step* window = nullptr;                        ///< the trainer's current window
 
-  void attach(TrainerBase& trainer);
-  bool ready() const {
-    return batch_size > 0 ? window->samples >= batch_size : window->batches >= steps_in(window->epoch);
-  }
-
-  /// Requires the same values in a resumed training.
-  void state(Archive& archive) const;
-
-  std::int64_t steps_in(std::int64_t epoch) const;
+  std::shared_ptr<PolicyRun> start(TrainerBase& trainer) const;
 };
 
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/trainer/accumulate.ipp>
+#include <gradaccum/impl/policies/accumulate.ipp>
 #endif

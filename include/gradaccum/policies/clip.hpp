@@ -35,5 +35,5 @@ struct ClipValue {
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/trainer/clip.ipp>
+#include <gradaccum/impl/policies/clip.ipp>
 #endif

@@ -48,5 +48,5 @@ struct DataParallel {
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/trainer/data_parallel.ipp>
+#include <gradaccum/impl/policies/data_parallel.ipp>
 #endif

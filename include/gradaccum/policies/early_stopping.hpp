@@ -30,10 +30,9 @@ struct EarlyStopping {
   std::int64_t patience = 3;      ///< validations without improvement, >= 1
   double min_delta = 0;           ///< least improvement, >= 0
   std::optional<Mode> mode = {};  ///< whether lower or higher is better; optional if the metric defines it
-  double best = std::numeric_limits<double>::quiet_NaN();  ///< not an option, like all below
-  std::int64_t best_update = 0;                            ///< update of the best number
+  double best = std::numeric_limits<double>::quiet_NaN();  ///< not an option, like all below: the best number so far
+  std::int64_t best_update = 0;                            ///< update of the best number, in a Trainer
   std::int64_t waited = 0;                                 ///< numbers since the best one
-  TrainerBase* trainer = nullptr;
 
   /// Adds a number. Returns true if training should stop.
   bool add(double number);
@@ -42,14 +41,12 @@ struct EarlyStopping {
   /// Returns the mode. Throws if an option is invalid.
   Mode checked_mode() const;
 
-  void attach(TrainerBase& to);
-  int fit_scope();
-  void on_validation(const Validation& validation);
   void state(Archive& archive);
+  std::shared_ptr<PolicyRun> start(TrainerBase& trainer);
 };
 
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/trainer/early_stopping.ipp>
+#include <gradaccum/impl/policies/early_stopping.ipp>
 #endif

@@ -22,8 +22,9 @@ namespace gradaccum {
 ///     ema.swap(model);                                      // its own weights again, bit for bit
 ///
 /// The first update copies the weights; each later one computes average = decay * average + (1 - decay) * weight, as
-/// PyTorch's AveragedModel does. A model is a module or a pointer to one. Its parameters remain the same tensors, and
-/// may be frozen, shared or complex. Integer buffers are copied rather than averaged.
+/// PyTorch's AveragedModel does. A model is a module or a pointer to one. Its
+/// parameters remain the same tensors, and may be frozen, shared or complex. Integer buffers are copied rather than
+/// averaged.
 ///
 /// Throws if `update` is called while the averages are in the model, if `swap` is called before the first update, and
 /// if names, shapes, dtypes or devices of the model's tensors have changed. Nothing has changed then.
@@ -66,5 +67,5 @@ struct Ema {
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/trainer/ema.ipp>
+#include <gradaccum/impl/policies/ema.ipp>
 #endif

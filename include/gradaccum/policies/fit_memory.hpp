@@ -2,7 +2,7 @@
 #pragma once
 
 #include <gradaccum/checkpointed_sequential.hpp>
-#include <gradaccum/detail/trainer/any_batch.hpp>
+#include <gradaccum/detail/training/any_batch.hpp>
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/policy.hpp>
@@ -10,7 +10,8 @@
 namespace gradaccum {
 namespace detail {
 class FittedBatches;
-}
+class MemoryFitter;
+}  // namespace detail
 
 class Accumulator;
 
@@ -51,7 +52,7 @@ struct FitMemory {
   std::int64_t min_rows = 1;  ///< fewest rows of a micro-batch; BatchNorm needs 2
   std::vector<CheckpointedSequential> checkpointed = {};  ///< checkpointed parts that the model has not registered
   struct Run;
-  mutable std::shared_ptr<Run> run = {};  ///< not an option: the plan; copies share it, except a Trainer's
+  std::shared_ptr<Run> run = {};  ///< not an option: the plan; copies share it, except a Trainer's
 
   const MemoryPlan& plan() const;
 
@@ -71,12 +72,12 @@ struct FitMemory {
  private:
   friend class detail::FittedBatches;
 
-  Run& made_run() const;
+  detail::MemoryFitter& fitter();
   Loss backward(Accumulator& optimizer, torch::nn::Module& module, const detail::AnyBatch& batch);
 };
 
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/trainer/fit_memory.ipp>
+#include <gradaccum/impl/policies/fit_memory.ipp>
 #endif

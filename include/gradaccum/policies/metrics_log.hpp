@@ -31,21 +31,12 @@ struct MetricsLog {
   std::int64_t every = 1;           ///< windows per line, >= 1
   bool append = false;              ///< append to an existing file rather than overwrite it
   std::chrono::duration<double> flush_every = std::chrono::seconds(1);  ///< how long lines may be buffered
-  std::string name = {};  ///< not an option, like the next: identifies the log in a state
-  struct Run;
-  std::shared_ptr<Run> run = {};  ///< the state of the policy
 
-  void attach(TrainerBase& trainer);
-  std::shared_ptr<void> fit_scope();
-  void after_window(const Step& step);
-  void on_validation(const Validation& validation);
-  void at_boundary() const;
-  /// Saves nothing, but flushes the file, so that it has all lines of the saved updates.
-  void state(Archive& archive) const;
+  std::shared_ptr<PolicyRun> start(TrainerBase& trainer) const;
 };
 
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/trainer/metrics_log.ipp>
+#include <gradaccum/impl/policies/metrics_log.ipp>
 #endif

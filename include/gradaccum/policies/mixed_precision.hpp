@@ -9,12 +9,16 @@
 
 namespace gradaccum {
 
+namespace detail {
+struct MixedPrecisionRun;
+}
+
 /// Policy: runs the objective under autocast on the model's device, and scales the loss with float16.
 ///
 ///     ga::Trainer trainer(model, sgd, objective,
 ///                         ga::MixedPrecision{.dtype = torch::kHalf, .scaler = {.init_scale = 1024.0}});
 ///     trainer.fit(batches);
-///     std::cout << trainer.policy<ga::MixedPrecision>().amp_scaler->get_scale() << '\n';
+///     std::cout << trainer.policy<ga::MixedPrecision>().amp_scaler().get_scale() << '\n';
 ///
 /// See `Autocast` and `AmpScaler`, which do the work.
 ///
@@ -22,22 +26,27 @@ namespace gradaccum {
 struct MixedPrecision {
   static constexpr std::string_view name = "mixed_precision";
 
-  at::ScalarType dtype = at::kBFloat16;             ///< or kHalf
-  bool enabled = true;                              ///< false: the policy does nothing
-  AmpScalerOptions scaler = {};                     ///< options of the loss scale, used with float16 only
-  std::shared_ptr<AmpScaler> amp_scaler = nullptr;  ///< constructed from these options with the trainer
-  TrainerBase* trainer = nullptr;                   ///< not an option, like the one before
+  at::ScalarType dtype = at::kBFloat16;  ///< or kHalf
+  bool enabled = true;                   ///< false: the policy does nothing
+  AmpScalerOptions scaler = {};          ///< options of the loss scale, used with float16 only
 
-  void attach(TrainerBase& to);
-  std::optional<Autocast> forward_scope() const;
-  void before_backward(Loss& loss);
-  void scale_gradients(Factor& factor) const;
-  void after_window(const Step& step);
-  void state(Archive& archive);  ///< has a loss scale with float16 only
+  class Running;
+};
+
+/// A MixedPrecision in a Trainer: what `trainer.policy<ga::MixedPrecision>()` returns.
+class MixedPrecision::Running : public MixedPrecision {
+ public:
+  explicit Running(MixedPrecision options) : MixedPrecision(std::move(options)) {}
+  std::shared_ptr<PolicyRun> start(TrainerBase& trainer);
+
+  AmpScaler& amp_scaler() const;  ///< disabled, except with float16
+
+ private:
+  std::shared_ptr<detail::MixedPrecisionRun> run_;
 };
 
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/trainer/mixed_precision.ipp>
+#include <gradaccum/impl/policies/mixed_precision.ipp>
 #endif

@@ -24,7 +24,7 @@ struct OptimizerInBackward {
   template <class Trainer>
   void attach(Trainer& trainer) const {
     constexpr bool needs_all =
-        Trainer::template acts_in<hooks::before_step> || Trainer::template has<hooks::others_continue>;
+        Trainer::template has<hooks::before_step> || Trainer::template has<hooks::others_continue>;
     static_assert(!needs_all,
                   "OptimizerInBackward: a policy with before_step (ClipNorm, ClipValue), or of several processes "
                   "(DataParallel), needs all gradients at once, and here each is freed as it arrives; leave one of the "

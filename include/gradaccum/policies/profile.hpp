@@ -8,6 +8,10 @@
 
 namespace gradaccum {
 
+namespace detail {
+struct ProfileRun;
+}
+
 /// Policy: profiles time and memory of some updates of `fit` with LibTorch's profiler.
 ///
 ///     ga::Trainer trainer(model, sgd, objective, ga::Profile{.updates = {2, 4}, .directory = "profiles/fit"});
@@ -36,30 +40,27 @@ namespace gradaccum {
 ///
 /// @note Costs nothing in other updates, and does not synchronize there. See `Profiler` for the cost of a profile.
 struct Profile {
-  static constexpr bool looks_on = true;
-
   std::pair<std::int64_t, std::int64_t> updates = {10, 13};  ///< 0 <= first < second
   std::filesystem::path directory = {};                      ///< created if it does not exist
-  struct Run;
-  std::shared_ptr<Run> run = {};  ///< not an option: the state of the policy
 
-  /// Returns nullptr until the last of these updates.
+  class Running;
+};
+
+/// A Profile in a Trainer: what `trainer.policy<ga::Profile>()` returns.
+class Profile::Running : public Profile {
+ public:
+  explicit Running(Profile options) : Profile(std::move(options)) {}
+  std::shared_ptr<PolicyRun> start(TrainerBase& trainer);
+
+  /// Returns nullptr until the last of the updates.
   const ProfileReport* report() const;
 
-  void attach(TrainerBase& trainer);
-  std::shared_ptr<void> fit_scope();
-  void on_epoch_begin(std::int64_t epoch);
-  int forward_scope();
-  void before_backward(Loss& loss);
-  void before_close();
-  void after_backward(Gradients& gradients);
-  void before_step(Gradients& gradients);
-  void after_window(const Step& step);
-  void at_boundary();
+ private:
+  std::shared_ptr<detail::ProfileRun> run_;
 };
 
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/trainer/profile.ipp>
+#include <gradaccum/impl/policies/profile.ipp>
 #endif

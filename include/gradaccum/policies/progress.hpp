@@ -18,19 +18,12 @@ struct Progress {
   static constexpr std::string_view name = "progress";
 
   ProgressLineOptions line = {};
-  struct Run;
-  std::shared_ptr<Run> run = {};  ///< not an option: the state of the policy
 
-  void attach(TrainerBase& trainer);
-  int fit_scope();
-  void on_epoch_begin(std::int64_t);
-  void after_window(const Step& step);
-  void after_backward(Gradients&);
-  void on_epoch_end(std::int64_t);
+  std::shared_ptr<PolicyRun> start(TrainerBase& trainer) const;
 };
 
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/trainer/progress.ipp>
+#include <gradaccum/impl/policies/progress.ipp>
 #endif

@@ -9,6 +9,10 @@
 
 namespace gradaccum {
 
+namespace detail {
+struct ReportRun;
+}
+
 /// Policy: writes an HTML page with curves and numbers of the training, also while it runs.
 ///
 ///     ga::Trainer trainer(model, sgd, objective, ga::Report{.path = "run.html", .title = "A small network",
@@ -34,23 +38,25 @@ struct Report {
   std::string title = "Training";                                  ///< its heading
   Texts settings = {};                                             ///< texts by name that describe the run
   std::chrono::duration<double> every = std::chrono::seconds(10);  ///< time between two writes of the file, >= 0
-  struct Run;
-  std::shared_ptr<Run> run = {};  ///< not an option: the page and its numbers, on rank 0
 
-  void attach(TrainerBase& trainer);
-  std::shared_ptr<void> fit_scope();
-  void before_close();
-  void after_step(const Step& step);
-  void on_validation(const Validation& validation);
-  void at_boundary();
-  void state(Archive& archive);
+  class Running;
+};
+
+/// A Report in a Trainer: what `trainer.policy<ga::Report>()` returns.
+class Report::Running : public Report {
+ public:
+  explicit Running(Report options) : Report(std::move(options)) {}
+  std::shared_ptr<PolicyRun> start(TrainerBase& trainer);
 
   /// Returns the curves of this training, for example to show several trainings on one page. Throws except on rank 0.
   const Curves& curves() const;
+
+ private:
+  std::shared_ptr<detail::ReportRun> run_;
 };
 
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/trainer/report.ipp>
+#include <gradaccum/impl/policies/report.ipp>
 #endif

@@ -64,22 +64,12 @@ struct SaveState {
   WhenBusy when_busy = WhenBusy::wait;      ///< for a state that is due while the previous one is being written
   bool stage_on_device = false;             ///< copy within the device's memory first: see `BackgroundSaverOptions`
   std::vector<std::string> leave_out = {};  ///< names of buffers to leave out, such as buffers that grow with the data
-  struct Run;
-  std::shared_ptr<Run> run = {};  ///< not an option: the state of the policy
 
-  void attach(TrainerBase& trainer);
-  std::shared_ptr<void> fit_scope();
-  void before_backward(Loss&);
-  void after_window(const Step&);
-  /// Loading also prevents saving the loaded state again.
-  void state(Archive& archive);
-  void after_step(const Step& step);
-  void on_validation(const Validation& validation);
-  void at_boundary();
+  std::shared_ptr<PolicyRun> start(TrainerBase& trainer) const;
 };
 
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/trainer/save_state.ipp>
+#include <gradaccum/impl/policies/save_state.ipp>
 #endif

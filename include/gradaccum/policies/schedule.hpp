@@ -25,54 +25,45 @@ namespace gradaccum {
 ///
 /// @note Does not synchronize.
 template <class Rate>
-struct Schedule {
+class Schedule {
   static_assert(std::is_invocable_r_v<double, Rate&, std::int64_t>,
                 "Schedule: the rate must be a function of the update: double(std::int64_t)");
+
+ public:
   static constexpr std::string_view name = "schedule";
 
-  Rate rate = {};
-  std::optional<LearningRates> rates = {};                   ///< not an option, like the next
-  std::function<std::int64_t()> updates = {};                ///< returns the trainer's number of updates
-  const TrainerBase* base = nullptr;                         ///< the trainer
-  std::optional<std::int64_t> total = {}, epoch_begin = {};  ///< updates, for a rate whose total is not set
+  explicit Schedule(Rate rate) : rate_(std::move(rate)) {}
 
-  template <class Trainer>
-  void attach(Trainer& trainer) {
-    updates = [&trainer] { return trainer.updates(); };
-    if constexpr (std::is_base_of_v<TrainerBase, Trainer>) base = &trainer;
-    rates.emplace(trainer.optimizer());
-    const auto set_first = [this] { set(updates()); };
-    if constexpr (requires { trainer.when_built(set_first); }) {
-      trainer.when_built(set_first);
-      trainer.will_set_learning_rate();
-    } else {
-      set_first();
-    }
+  void attach(TrainerBase& trainer) {
+    trainer_ = &trainer;
+    rates_ = trainer.learning_rates();
+    trainer.will_set_learning_rate();
+    trainer.when_built([this] { set(trainer_->updates()); });
   }
   void on_epoch_begin(std::int64_t) {
     if (!takes_total()) return;
-    epoch_begin = updates();
+    epoch_begin_ = trainer_->updates();
     plan();
   }
-  void on_epoch_end(std::int64_t) { epoch_begin.reset(); }
+  void on_epoch_end(std::int64_t) { epoch_begin_.reset(); }
   void before_backward(Loss&) const {
-    TORCH_CHECK(total || !takes_total(), "Schedule: .total must be given to call step() outside of fit()");
+    TORCH_CHECK(total_ || !takes_total(), "Schedule: .total must be given to call step() outside of fit()");
   }
   void after_step(const Step& step) { set(step.update); }
   void state(Archive& archive) {
-    const bool in_fit = takes_total() && base->status().running;
-    auto begin = in_fit ? epoch_begin : std::nullopt;
-    auto at = archive.loading() ? std::nullopt : std::optional(updates());
+    const bool in_fit = takes_total() && trainer_->progress().running;
+    auto begin = in_fit ? epoch_begin_ : std::nullopt;
+    auto at = archive.loading() ? std::nullopt : std::optional(trainer_->updates());
     archive("epoch_begin", begin);  // empty between epochs
     archive("updates", at);         // a part without any value would be ignored if changes are allowed
     if (!archive.loading()) return;
-    TORCH_CHECK(begin || !in_fit || base->status().batch == 0,
+    TORCH_CHECK(begin || !in_fit || trainer_->progress().batch == 0,
                 "Schedule: .total must be given to resume in the middle of an epoch, as it was in the saved run");
     archive.when_all_fit([this, begin, in_fit, anew = archive.changes_allowed()] {
-      if (!takes_total()) return set(updates());
-      epoch_begin = begin;
+      if (!takes_total()) return set(trainer_->updates());
+      epoch_begin_ = begin;
       if (!begin || !in_fit) return;  // the start of the next epoch plans
-      if (anew) epoch_begin = base->updates_at_epoch_begin();
+      if (anew) epoch_begin_ = trainer_->updates_at_epoch_begin();
       plan();
     });
   }
@@ -81,30 +72,32 @@ struct Schedule {
   static constexpr bool has_total = requires(Rate & given) { given.total = std::int64_t{}; };
 
   bool takes_total() const {
-    if constexpr (has_total) return base && rate.total == 0;
+    if constexpr (has_total) return rate_.total == 0;
     return false;
   }
   void plan() {
-    total = base->planned_updates(epoch_begin.value());
-    TORCH_CHECK(total,
+    total_ = trainer_->planned_updates(epoch_begin_.value());
+    TORCH_CHECK(total_,
                 "Schedule: .total must be given, since the number of updates of this fit is not known: that takes only "
                 ".epochs or .updates, batches with size(), and ga::Accumulate{.steps}");
-    set(updates());
+    set(trainer_->updates());
   }
   void set(std::int64_t update) {
     if constexpr (has_total) {
       if (takes_total()) {
-        auto whole = rate;
-        whole.total = std::max<std::int64_t>(total.value_or(std::numeric_limits<std::int64_t>::max()), 1);
-        return rates.value().set(whole(update));
+        auto whole = rate_;
+        whole.total = std::max<std::int64_t>(total_.value_or(std::numeric_limits<std::int64_t>::max()), 1);
+        return rates_.value().set(whole(update));
       }
     }
-    rates.value().set(rate(update));
+    rates_.value().set(rate_(update));
   }
-};
 
-template <class Rate>
-Schedule(Rate) -> Schedule<Rate>;
+  Rate rate_;
+  std::optional<LearningRates> rates_;
+  const TrainerBase* trainer_ = nullptr;
+  std::optional<std::int64_t> total_, epoch_begin_;  // updates, for a rate whose total is not set
+};
 
 /// Lowers the learning rates when a number no longer improves: a policy that also works in a loop of your own.
 ///
@@ -130,28 +123,21 @@ struct ReduceLROnPlateau {
   std::int64_t cooldown = 0;      ///< numbers that are not counted after lowering the rates, >= 0
   double min_lr = 0;              ///< no rate is lowered below it, >= 0
   double eps = 1e-8;              ///< a rate that would fall by this or less is unchanged
-  double best = std::numeric_limits<double>::quiet_NaN();  ///< not an option, like all below
-  std::int64_t num_bad_epochs = 0, cooldown_counter = 0;
-  std::optional<LearningRates> rates = {};
+  double best = std::numeric_limits<double>::quiet_NaN();  ///< not an option, like all below: the best number so far
+  std::int64_t num_bad_epochs = 0, cooldown_counter = 0;   ///< as PyTorch's
 
   /// Adds a number. Returns true if the rates were due to be lowered.
   bool step(double number, LearningRates& lowered);
 
-  template <class Trainer>
-  void attach(Trainer& trainer) {
-    begin(trainer);
-    rates.emplace(trainer.optimizer());
-  }
-  void on_validation(const Validation& validation);
   void state(Archive& archive);
+  std::shared_ptr<PolicyRun> start(TrainerBase& trainer);
 
  private:
-  void begin(TrainerBase& trainer);
   void check() const;
 };
 
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/trainer/reduce_lr_on_plateau.ipp>
+#include <gradaccum/impl/policies/reduce_lr_on_plateau.ipp>
 #endif

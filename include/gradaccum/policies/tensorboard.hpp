@@ -9,6 +9,10 @@
 
 namespace gradaccum {
 
+namespace detail {
+struct TensorBoardRun;
+}
+
 /// Policy: writes the training's curves for TensorBoard, which shows them by `tensorboard --logdir runs`.
 ///
 ///     ga::Trainer trainer(model, sgd, objective, ga::TensorBoard{.directory = "runs/a", .histograms_every = 2,
@@ -30,32 +34,32 @@ namespace gradaccum {
 /// @note Reads loss and norm from the device for each point; for histograms all parameters and gradients.
 struct TensorBoard {
   static constexpr std::string_view name = "tensor_board";
-  static constexpr bool looks_on = true;  ///< may be combined with OptimizerInBackward, except for histograms
 
   std::filesystem::path directory = {};  ///< created if it does not exist; for one run only
   std::int64_t every = 1;                ///< updates per point, >= 1
   std::int64_t histograms_every = 0;     ///< updates per histogram; 0: none
   std::string hyperparameters = {};      ///< a text in Markdown
   std::chrono::duration<double> flush_every = std::chrono::seconds(10);
-  struct Run;
-  std::shared_ptr<Run> run = {};  ///< not an option: the state of the policy
 
-  void attach(TrainerBase& trainer);
-  std::shared_ptr<void> fit_scope();
-  void before_step(Gradients& window);
-  void after_step(const Step& step);
-  void on_validation(const Validation& validation);
-  void at_boundary();
-  /// Saves nothing, but flushes the file, so that it has all points of the saved updates.
-  void state(Archive& archive);
+  class Running;
+};
+
+/// A TensorBoard in a Trainer: what `trainer.policy<ga::TensorBoard>()` returns.
+class TensorBoard::Running : public TensorBoard {
+ public:
+  explicit Running(TensorBoard options) : TensorBoard(std::move(options)) {}
+  std::shared_ptr<PolicyRun> start(TrainerBase& trainer);
 
   /// Returns the writer, for numbers of your own with the same steps. Null on ranks that do not write, and in a
   /// `.smoke` fit.
   SummaryWriter* writer();
+
+ private:
+  std::shared_ptr<detail::TensorBoardRun> run_;
 };
 
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/trainer/tensorboard.ipp>
+#include <gradaccum/impl/policies/tensorboard.ipp>
 #endif

@@ -87,11 +87,18 @@ class Validate {
   void after_step(const Step& step) {
     due_ = due_ || (options.every_updates && step.update % *options.every_updates == 0);
   }
-  void after_window(const Step&) { due_ = due_ || trainer_->status().options.smoke; }
+  int fit_scope() {
+    trained_ = false;
+    return 0;
+  }
+  void after_window(const Step&) {
+    trained_ = true;
+    due_ = due_ || trainer_->progress().options.smoke;
+  }
   void on_epoch_end(std::int64_t epoch) {
     // An epoch that a limit has cut short is not over: a later fit trains with the rest.
-    const auto& status = trainer_->status();
-    const bool is_cut = status.stopped || (status.options.updates && status.updates >= *status.options.updates);
+    const auto& progress = trainer_->progress();
+    const bool is_cut = progress.stopped || (progress.options.updates && progress.updates >= *progress.options.updates);
     due_ = due_ || (!is_cut && is_due_after(epoch));
   }
   void before_boundary() {
@@ -112,20 +119,20 @@ class Validate {
   }
   /// Returns true after loading a state that was saved when a signal interrupted an evaluation.
   bool was_due() const {
-    const auto& status = trainer_->status();
-    if (status.resumed_from.empty() || status.windows > 0 || status.updates == 0) return false;
+    const auto& progress = trainer_->progress();
+    if (progress.resumed_from.empty() || trained_ || progress.updates == 0) return false;
     return (options.every_updates && trainer_->updates() % *options.every_updates == 0) ||
-           (status.epochs > 0 && status.batch == 0 && is_due_after(status.epoch));
+           (progress.epochs > 0 && progress.batch == 0 && is_due_after(progress.epoch));
   }
   /// Returns true if this `fit` has trained, and will not update the parameters again.
   bool at_end() const {
-    const auto& status = trainer_->status();
-    const bool has_tail = status.options.tail == Tail::flush && trainer_->window().micro_batches > 0;
-    return status.done() && status.signal == 0 && status.updates > 0 && !has_tail;
+    const auto& progress = trainer_->progress();
+    const bool has_tail = progress.options.tail == Tail::flush && trainer_->window().micro_batches > 0;
+    return progress.done() && progress.signal() == 0 && progress.updates > 0 && !has_tail;
   }
   /// Returns true if there is a result for this update: of the epoch's last window, or from before a resume.
   bool is_known(bool due) const {
-    const auto& all = trainer_->status().validations;
+    const auto& all = trainer_->progress().validations;
     return std::any_of(all.rbegin(), all.rend(), [&, update = trainer_->updates()](const Validation& one) {
       return one.name == options.name && one.update == update && (one.due || !due);
     });
@@ -136,6 +143,7 @@ class Validate {
   std::function<std::optional<Evaluation>()> evaluate_;
   TrainerBase* trainer_ = nullptr;
   bool due_ = false;
+  bool trained_ = false;  // this `fit` has closed a window
 };
 
 template <class Batches, class... Metrics>
@@ -146,5 +154,5 @@ Validate(Batches&&, ValidateOptions, Metrics...) -> Validate<Batches, Metrics...
 }  // namespace gradaccum
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/trainer/validate.ipp>
+#include <gradaccum/impl/policies/validate.ipp>
 #endif

@@ -4,9 +4,8 @@
 
 #include <gradaccum/policies/schedule.hpp>
 
-#include <gradaccum/detail/trainer/any_policy.hpp>
-
 #include <c10/util/Exception.h>
+#include <gradaccum/detail/training/any_policy.hpp>
 
 #include <gradaccum/impl/begin.ipp>
 
@@ -38,16 +37,6 @@ GRADACCUM_INLINE bool ReduceLROnPlateau::step(double number, LearningRates& lowe
   return true;
 }
 
-GRADACCUM_INLINE void ReduceLROnPlateau::begin(TrainerBase& trainer) {
-  check();
-  trainer.when_built(
-      [this, &trainer] { mode = detail::mode_of("ReduceLROnPlateau", metric, mode, &trainer.metrics()); });
-}
-
-GRADACCUM_INLINE void ReduceLROnPlateau::on_validation(const Validation& validation) {
-  if (const auto number = validation[metric]; number && validation.due) step(*number, rates.value());
-}
-
 GRADACCUM_INLINE void ReduceLROnPlateau::state(Archive& archive) {
   archive("best", best);
   archive("num_bad_epochs", num_bad_epochs);
@@ -55,12 +44,28 @@ GRADACCUM_INLINE void ReduceLROnPlateau::state(Archive& archive) {
   TORCH_CHECK(num_bad_epochs >= 0 && cooldown_counter >= 0, "ReduceLROnPlateau: the counts of a state must be >= 0");
 }
 
-}  // namespace gradaccum
+namespace detail {
 
-#ifdef GRADACCUM_COMPILED
-namespace gradaccum::detail {
-template class PolicyOf<ReduceLROnPlateau>;
-}  // namespace gradaccum::detail
-#endif
+struct PlateauRun {
+  static constexpr std::string_view name = ReduceLROnPlateau::name;
+
+  ReduceLROnPlateau& plateau;
+  LearningRates rates;
+
+  void on_validation(const Validation& validation) {
+    if (const auto number = validation[plateau.metric]; number && validation.due) plateau.step(*number, rates);
+  }
+  void state(Archive& archive) { plateau.state(archive); }
+};
+
+}  // namespace detail
+
+GRADACCUM_INLINE std::shared_ptr<PolicyRun> ReduceLROnPlateau::start(TrainerBase& trainer) {
+  check();
+  mode = detail::mode_of("ReduceLROnPlateau", metric, mode, &trainer.metrics());
+  return detail::started<detail::PlateauRun>(*this, trainer.learning_rates());
+}
+
+}  // namespace gradaccum
 
 #undef GRADACCUM_INLINE

@@ -4,7 +4,7 @@
 
 #include <gradaccum/policies/early_stopping.hpp>
 
-#include <gradaccum/detail/trainer/any_policy.hpp>
+#include <gradaccum/detail/training/any_policy.hpp>
 #include <gradaccum/progress_line.hpp>
 #include <gradaccum/trainer_base.hpp>
 
@@ -39,45 +39,52 @@ GRADACCUM_INLINE std::string EarlyStopping::reason() const {
                      ago);
 }
 
-GRADACCUM_INLINE void EarlyStopping::attach(TrainerBase& to) {
-  to.when_built([this, &to] {
-    mode = detail::mode_of("EarlyStopping", metric, mode, &to.metrics());
-    checked_mode();
-  });
-  trainer = &to;
-}
-
-GRADACCUM_INLINE int EarlyStopping::fit_scope() {
-  best = std::numeric_limits<double>::quiet_NaN();
-  best_update = waited = 0;
-  return 0;
-}
-
-GRADACCUM_INLINE void EarlyStopping::on_validation(const Validation& validation) {
-  const auto number = validation[metric];
-  if (!number || !validation.due) return;  // another Validate's, or made when the fit ended
-  const bool over = add(*number);
-  if (waited == 0) best_update = validation.update;
-  if (over && trainer) trainer->stop_on_all(reason());
-}
-
 GRADACCUM_INLINE void EarlyStopping::state(Archive& archive) {
   archive("best", best);
   archive("best_update", best_update);
   archive("waited", waited);
-  if (!archive.loading()) return;
   TORCH_CHECK(waited >= 0, "EarlyStopping: waited of a state must be >= 0, got ", waited);
-  archive.when_all_fit([this] {
-    if (is_over() && trainer) trainer->stop_on_all(reason());
-  });
+}
+
+namespace detail {
+
+struct EarlyStoppingRun {
+  static constexpr std::string_view name = EarlyStopping::name;
+
+  EarlyStopping& stopping;
+  TrainerBase& trainer;
+
+  int fit_scope() {
+    stopping.best = std::numeric_limits<double>::quiet_NaN();
+    stopping.best_update = stopping.waited = 0;
+    return 0;
+  }
+
+  void on_validation(const Validation& validation) {
+    const auto number = validation[stopping.metric];
+    if (!number || !validation.due) return;  // another Validate's, or made when the fit ended
+    const bool over = stopping.add(*number);
+    if (stopping.waited == 0) stopping.best_update = validation.update;
+    if (over) trainer.stop_on_all(stopping.reason());
+  }
+
+  void state(Archive& archive) {
+    stopping.state(archive);
+    if (!archive.loading()) return;
+    archive.when_all_fit([this] {
+      if (stopping.is_over()) trainer.stop_on_all(stopping.reason());
+    });
+  }
+};
+
+}  // namespace detail
+
+GRADACCUM_INLINE std::shared_ptr<PolicyRun> EarlyStopping::start(TrainerBase& trainer) {
+  mode = detail::mode_of("EarlyStopping", metric, mode, &trainer.metrics());
+  checked_mode();
+  return detail::started<detail::EarlyStoppingRun>(*this, trainer);
 }
 
 }  // namespace gradaccum
-
-#ifdef GRADACCUM_COMPILED
-namespace gradaccum::detail {
-template class PolicyOf<EarlyStopping>;
-}  // namespace gradaccum::detail
-#endif
 
 #undef GRADACCUM_INLINE

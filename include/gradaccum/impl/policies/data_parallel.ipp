@@ -4,7 +4,8 @@
 
 #include <gradaccum/policies/data_parallel.hpp>
 
-#include <gradaccum/detail/trainer/loop.hpp>
+#include <gradaccum/detail/training/any_policy.hpp>
+#include <gradaccum/detail/training/loop.hpp>
 #include <gradaccum/trainer_base.hpp>
 
 #include <c10/util/Exception.h>
@@ -19,11 +20,12 @@ GRADACCUM_INLINE void DataParallel::attach(TrainerBase& trainer) {
               "DataParallel: .shard and .options.shard must not differ; leave out the latter");
   auto of_part = options;
   if (shard != Shard::none) of_part.shard = shard;
-  replicas = std::make_shared<Replicas>(group, trainer.module(), trainer, of_part);
-  if (!replicas->peers()) return;
-  auto& loop = trainer.loop();
-  replicas->peers()->report = [&loop] { return loop.record.totals(loop.status); };
-  replicas->peers()->on_reduced = [&loop](auto& own, auto& all) { loop.record.take_totals(own, all, loop.status); };
+  auto& loop = detail::Loop::of(trainer);
+  replicas = std::make_shared<Replicas>(group, trainer.module(), loop, of_part);
+  if (const auto peers = replicas->peers()) {
+    peers->report = [&loop] { return loop.totals(); };
+    peers->on_reduced = [&loop](auto& own, auto& all) { loop.take_totals(own, all); };
+  }
 }
 
 GRADACCUM_INLINE bool DataParallel::others_continue() const { return replicas->others_continue(); }

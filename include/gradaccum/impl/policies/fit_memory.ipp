@@ -6,7 +6,7 @@
 
 #include <gradaccum/detail/checkpoint/forward_state.hpp>
 #include <gradaccum/detail/fitting/memory_fitter.hpp>
-#include <gradaccum/detail/trainer/loop.hpp>
+#include <gradaccum/detail/training/loop.hpp>
 #include <gradaccum/detail/window/communicator.hpp>
 #include <gradaccum/detail/window/open_window.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
@@ -24,22 +24,20 @@
 
 namespace gradaccum {
 
-struct FitMemory::Run {
-  detail::MemoryFitter fitter = {};
-};
+struct FitMemory::Run : detail::MemoryFitter {};
 
 namespace detail {
 
 /// Divides a Trainer's batches into micro-batches that fit into memory; see `FitMemory`.
 class FittedBatches final : public BatchDivider {
  public:
-  FittedBatches(Loop& loop, const FitMemory& memory) : loop_(loop), memory_(memory) {}
+  FittedBatches(TrainerBase& trainer, FitMemory& memory) : trainer_(trainer), memory_(memory) {}
 
   /// Divides a batch of an evaluation into parts of as many rows as in training, if that number is known.
   void for_each_part(const AnyBatch& batch, c10::function_ref<void(const AnyBatch&)> use) const override {
     if (!batch.is_divisible()) return use(batch);
     const auto rows = batch.rows();
-    const auto at_once = fitter().known_rows(batch.kind()).value_or(rows);
+    const auto at_once = memory_.fitter().known_rows(batch.kind()).value_or(rows);
     if (rows <= at_once) return use(batch);
     for (std::int64_t from = 0; from < rows; from += at_once) batch.part(from, std::min(rows, from + at_once), use);
   }
@@ -48,84 +46,76 @@ class FittedBatches final : public BatchDivider {
   /// this window's part of the batch nor the rest has fewer than `min_rows`.
   std::int64_t end_of_window(const AnyBatch& batch, std::int64_t from) const override {
     const auto rows = batch.rows();
-    const auto left = loop_.batch_size - loop_.record.so_far().samples;
-    if (loop_.batch_size == 0 || left <= 0 || batch.samples() != rows) return rows;
-    const auto to = from + std::max(left, memory_.min_rows);
+    const auto missing = loop().missing_samples();
+    if (!missing || batch.samples() != rows) return rows;
+    const auto to = from + std::max(*missing, memory_.min_rows);
     return rows - to < memory_.min_rows ? rows : to;
   }
 
   /// Trains with rows of a batch. After running out of memory, restores the sums of the open window and the state of
   /// policies that see micro-batches from copies.
   void run(const AnyBatch& batch, std::int64_t from, std::int64_t to) override {
-    auto& window = loop_.window;
-    const auto device = loop_.trainer.device();
+    const auto device = trainer_.device();
     const auto kind = batch.kind();
-    const auto record = loop_.record;
-    const auto status = loop_.status;
-    const bool is_open = record.so_far().micro_batches > 0;
-    const auto gradients = is_open ? window.bytes() : 0;
-    const auto forward = with_memory(device, [&] { return ForwardUndo(loop_.trainer.module().buffers()); });
-    std::optional<OpenWindow::Copy> sums;
-    if (is_open) sums.emplace(with_memory(device, [&] { return window.copy(); }));
-    Archive policies;
-    loop_.policies.state_in_window(policies);
+    const auto gradients = loop().is_window_begun() ? loop().window().bytes() : 0;
+    const auto forward = with_memory(device, [&] { return ForwardUndo(trainer_.module().buffers()); });
+    const auto window = with_memory(device, [&] { return loop().copy_window(); });
     bool begins = true;
     const auto run_rows = [&](std::int64_t first, std::int64_t last) {
       bool of_kind = true;
       batch.part(from + first, from + last, [&](const AnyBatch& part) {
         of_kind = part.kind() == kind;
-        loop_.micro_batch(part, std::exchange(begins, false), /*may_close=*/from + last == to);
+        loop().micro_batch(part, std::exchange(begins, false), /*may_close=*/from + last == to);
       });
       return of_kind;
     };
     const auto undo = [&] {
       forward.put_back();
-      Archive seen(policies.values());
-      loop_.policies.state_in_window(seen);
-      loop_.record = record, loop_.status = status;
-      window.discard();
-      if (sums) with_memory(device, [&] { window.go_back(*sums); });
+      with_memory(device, [&] { loop().go_back(window); });
       begins = true;
     };
     if (from == to) return static_cast<void>(run_rows(0, 0));
-    fitter().run({memory_.budget, memory_.min_rows},
-                 {kind, to - from, device, 2 * gradients, run_rows, undo, [&] { return window.scaled(); }});
+    memory_.fitter().run({memory_.budget, memory_.min_rows}, {kind, to - from, device, 2 * gradients, run_rows, undo,
+                                                              [&] { return loop().window().scaled(); }});
   }
 
  private:
-  Loop& loop_;
-  const FitMemory& memory_;
-  MemoryFitter& fitter() const { return memory_.made_run().fitter; }  // not kept: the policy may be assigned
+  Loop& loop() const { return Loop::of(trainer_); }
+
+  TrainerBase& trainer_;
+  FitMemory& memory_;  // not its fitter: the policy may be assigned
 };
 
 }  // namespace detail
 
 /// Keeps the sizes that an earlier hand-written loop has found.
 GRADACCUM_INLINE void FitMemory::attach(TrainerBase& trainer) {
-  run.reset(run ? new Run(*run) : new Run);
-  auto& loop = trainer.loop();
-  trainer.when_built([this, &loop] {
-    TORCH_CHECK(!loop.window.steps_in_backward(),
+  run = run ? std::make_shared<Run>(*run) : nullptr;
+  trainer.when_built([this, &trainer] {
+    TORCH_CHECK(!trainer.steps_in_backward(),
                 "FitMemory: must not be combined with OptimizerInBackward: steps during a backward pass cannot be "
                 "undone when it runs out of memory; use only one of the two");
-    TORCH_CHECK(!loop.window.peers() || !loop.window.peers()->take_each_backward(),
+    TORCH_CHECK(!detail::Loop::of(trainer).peers() || !detail::Loop::of(trainer).peers()->take_each_backward(),
                 "FitMemory: must not be combined with Shard::gradients: gradients that were sent to other ranks cannot "
                 "be taken back when a backward pass runs out of memory; use Shard::optimizer");
-    made_run().fitter.find_parts(loop.trainer.module(), checkpointed);
+    fitter().find_parts(trainer.module(), checkpointed);
   });
-  loop.divider = std::make_unique<detail::FittedBatches>(loop, *this);
+  detail::Loop::of(trainer).divide_batches_by(std::make_unique<detail::FittedBatches>(trainer, *this));
 }
 
 GRADACCUM_INLINE void FitMemory::state(Archive& archive) {
   archive.setting("budget", budget);
   archive.setting("min_rows", min_rows);
-  made_run().fitter.state(archive);
+  fitter().state(archive);
 }
 
-GRADACCUM_INLINE const MemoryPlan& FitMemory::plan() const { return made_run().fitter.plan(); }
+GRADACCUM_INLINE const MemoryPlan& FitMemory::plan() const {
+  static const MemoryPlan none;
+  return run ? run->plan() : none;
+}
 
-GRADACCUM_INLINE FitMemory::Run& FitMemory::made_run() const {
-  if (!run) run.reset(new Run);
+GRADACCUM_INLINE detail::MemoryFitter& FitMemory::fitter() {
+  if (!run) run = std::make_shared<Run>();
   return *run;
 }
 
@@ -144,7 +134,7 @@ GRADACCUM_INLINE Loss FitMemory::backward(Accumulator& optimizer, torch::nn::Mod
   const auto rows = batch.rows();
   TORCH_CHECK(rows > 0, "FitMemory: the batch must have rows");
   optimizer.refresh_parameters();
-  made_run().fitter.find_parts(module, checkpointed);
+  fitter().find_parts(module, checkpointed);
   const auto parameters = window.optimizer().parameters();
   const auto device = parameters.empty() ? at::Device(at::kCPU) : parameters.front().device();
   const auto forward = detail::with_memory(device, [&] { return detail::ForwardUndo(module.buffers()); });
@@ -168,7 +158,7 @@ GRADACCUM_INLINE Loss FitMemory::backward(Accumulator& optimizer, torch::nn::Mod
     window.discard();
   };
   try {
-    run->fitter.run({budget, min_rows}, {kind, rows, device, 0, run_rows, undo, [&] { return window.scaled(); }});
+    run->run({budget, min_rows}, {kind, rows, device, 0, run_rows, undo, [&] { return window.scaled(); }});
   } catch (...) {
     undo();
     throw;

@@ -5,7 +5,6 @@
 #include <gradaccum/policies/ema.hpp>
 
 #include <gradaccum/detail/kernels/dense.hpp>
-#include <gradaccum/detail/trainer/any_policy.hpp>
 #include <gradaccum/trainer_base.hpp>
 
 #include <ATen/MemoryOverlap.h>
@@ -196,11 +195,5 @@ GRADACCUM_INLINE double Ema::decay_now() const {
 }
 
 }  // namespace gradaccum
-
-#ifdef GRADACCUM_COMPILED
-namespace gradaccum::detail {
-template class PolicyOf<Ema>;
-}  // namespace gradaccum::detail
-#endif
 
 #undef GRADACCUM_INLINE

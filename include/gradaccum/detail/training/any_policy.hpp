@@ -5,7 +5,15 @@
 
 #include <algorithm>
 #include <array>
+#include <concepts>
 #include <cstddef>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string_view>
+#include <typeinfo>
+#include <utility>
+#include <vector>
 
 namespace gradaccum::detail {
 
@@ -20,7 +28,9 @@ template <class P>
 auto as_policy(P policy) {
   static_assert(!std::is_final_v<P>, "Trainer: a policy must not be final: its hooks are found by deriving from it");
   constexpr bool callable = std::invocable<P&, const Step&>;
-  if constexpr (gradaccum::policy<P>) {
+  if constexpr (has_running<P>) {
+    return typename P::Running(std::move(policy));
+  } else if constexpr (gradaccum::policy<P>) {
     static_assert(!callable || hook::after_step<P>,
                   "Trainer: a policy with hooks is not called as a callable, too; name its call operator after_step");
     return policy;
@@ -65,27 +75,37 @@ struct HookOf<Result(Arguments...)> : std::type_identity<Result (*)(AnyPolicy&, 
 
 /// A policy of any class as a table of its hooks, so that the Trainer's loop is compiled once. Hooks that the policy
 /// does not have are null.
-class AnyPolicy {
+class AnyPolicy : public PolicyRun {
  public:
   template <class Result, class... Arguments>
   using Hook = Result (*)(AnyPolicy&, Arguments...);
   using ScopeHook = Hook<std::shared_ptr<void>, std::shared_ptr<void>>;  ///< returns a guard that holds the given one
 
-  virtual ~AnyPolicy() = default;
+  /// The hooks of the policy, or of its run once that has been started.
+  AnyPolicy& hooks() { return run ? *run : *this; }
+
+  std::shared_ptr<PolicyRun> (*start)(AnyPolicy&, TrainerBase&) = nullptr;  ///< null if the policy has no run
+  std::shared_ptr<AnyPolicy> run = nullptr;
 
 #define GRADACCUM_HOOK(name, signature, form) HookOf<signature>::type name = nullptr;
-#include <gradaccum/detail/trainer/hooks.inl>
+#include <gradaccum/detail/training/hooks.inl>
 #undef GRADACCUM_HOOK
 };
 
 template <class P>
 class PolicyOf final : public AnyPolicy {
  public:
-  explicit PolicyOf(P given);
+  explicit PolicyOf(P given) : policy(std::move(given)) { set_hooks(); }
+  /// Constructs the policy in place.
+  template <class... Given>
+  explicit PolicyOf(std::in_place_t, Given&&... given) : policy{std::forward<Given>(given)...} {
+    set_hooks();
+  }
 
   P policy;
 
  private:
+  void set_hooks();
   static P& policy_of(AnyPolicy& any) { return static_cast<PolicyOf&>(any).policy; }
 
   template <class Found, class Result, class... Arguments>
@@ -133,27 +153,62 @@ class PolicyOf final : public AnyPolicy {
 /// Checks and sets a policy's hooks. If one is wrong, the compiler's message includes the line that constructs the
 /// Trainer.
 template <class P>
-PolicyOf<P>::PolicyOf(P given) : policy(std::move(given)) {
+void PolicyOf<P>::set_hooks() {
 #define GRADACCUM_HOOK(name, signature, form) set<hooks::name>(this->name);
-#include <gradaccum/detail/trainer/hooks.inl>
+#include <gradaccum/detail/training/hooks.inl>
 #undef GRADACCUM_HOOK
+  if constexpr (has_run<P>) start = [](AnyPolicy& any, TrainerBase& trainer) { return policy_of(any).start(trainer); };
 }
 
-/// The policies of a Trainer, whose hooks are called in their order.
-struct PolicyList {
-  std::vector<std::unique_ptr<AnyPolicy>> list;
+/// Constructs the run of a policy, a class with hooks, from these arguments.
+template <class Run, class... Given>
+std::shared_ptr<PolicyOf<Run>> started(Given&&... given) {
+  return std::make_shared<PolicyOf<Run>>(std::in_place, std::forward<Given>(given)...);
+}
+
+/// Like `started`, and lets `kept` share the run.
+template <class Run, class... Given>
+std::shared_ptr<PolicyRun> started_and_kept(std::shared_ptr<Run>& kept, Given&&... given) {
+  const auto run = started<Run>(std::forward<Given>(given)...);
+  kept = {run, &run->policy};
+  return run;
+}
+
+/// The policies of a Trainer, whose hooks are called in their order. Policies of several ranks come first: what they do
+/// on all ranks precedes what others do on one, and at an epoch's end all see equal buffers.
+class PolicyList {
+ public:
+  void add(std::unique_ptr<AnyPolicy> policy) {
+    const auto of_ranks = [](auto& one) { return one->others_continue != nullptr; };
+    const auto position = of_ranks(policy) ? std::find_if_not(list_.begin(), list_.end(), of_ranks) : list_.end();
+    list_.insert(position, std::move(policy));
+  }
+  AnyPolicy* find(const std::type_info& type) const {
+    for (auto& policy : list_)
+      if (const auto& one = *policy; typeid(one) == type) return policy.get();
+    return nullptr;
+  }
+
+  /// Attaches all policies, starts the runs of those that have one, and then calls what when_started() has noted.
+  void start(TrainerBase& trainer) {
+    for (auto& policy : list_)
+      if (policy->attach) policy->attach(*policy, trainer);
+    for (auto& policy : list_)
+      if (policy->start) policy->run = std::static_pointer_cast<AnyPolicy>(policy->start(*policy, trainer));
+    is_started_ = true;
+    for (auto& run : std::exchange(when_started_, {})) run();
+  }
+  void when_started(std::function<void()> run) {
+    if (is_started_) return run();
+    when_started_.push_back(std::move(run));
+  }
 
   template <class... Parameters, class... Arguments>
   void all(AnyPolicy::Hook<void, Parameters...> AnyPolicy::*hook, Arguments&&... arguments) {
-    for (auto& policy : list)
-      if (const auto call = policy.get()->*hook) call(*policy, arguments...);
+    for_each_with(hook, [&](auto call, AnyPolicy& policy) { call(policy, arguments...); });
   }
-  /// Calls policies of several ranks first, so that the others see buffers that are equal on all ranks.
-  void on_epoch_end(std::int64_t epoch) {
-    for (const bool of_processes : {true, false})
-      for (auto& policy : list)
-        if (policy->on_epoch_end && (policy->others_continue != nullptr) == of_processes)
-          policy->on_epoch_end(*policy, epoch);
+  std::int64_t count_with(AnyPolicy::Hook<bool> AnyPolicy::*hook) const {
+    return std::count_if(list_.begin(), list_.end(), [&](auto& policy) { return policy->hooks().*hook != nullptr; });
   }
 
   /// Returns true if no policy returns false.
@@ -161,19 +216,11 @@ struct PolicyList {
   /// Informs all ranks that this one has no more batches, and of requests such as to stop. Returns true if another rank
   /// has batches, so that this one joins its next window.
   bool others_continue() { return any_says(true, &AnyPolicy::others_continue); }
-  /// Calls the hook of all policies, and returns true if one returned `answer`.
-  bool any_says(bool answer, AnyPolicy::Hook<bool> AnyPolicy::*hook) {
-    bool any = false;
-    for (auto& policy : list)
-      if (const auto ask = policy.get()->*hook) any = ask(*policy) == answer || any;
-    return any;
-  }
 
   /// Returns the guards of all policies, which are released together, the last one first.
   std::shared_ptr<void> scopes(AnyPolicy::ScopeHook AnyPolicy::*hook) {
     std::shared_ptr<void> scopes;
-    for (auto& policy : list)
-      if (const auto enter = policy.get()->*hook) scopes = enter(*policy, std::move(scopes));
+    for_each_with(hook, [&](auto enter, AnyPolicy& policy) { scopes = enter(policy, std::move(scopes)); });
     return scopes;
   }
 
@@ -194,11 +241,29 @@ struct PolicyList {
   }
   /// Saves or loads only policies with hooks inside a window, which may have changed their state there.
   void state_in_window(Archive& archive) {
-    for (auto& policy : list) {
-      const bool sees = policy->before_backward || policy->after_backward || policy->forward_scope || policy->ready;
-      if (sees && policy->state) policy->state(*policy, archive);
-    }
+    for_each_with(&AnyPolicy::state, [&](auto save, AnyPolicy& policy) {
+      if (policy.before_backward || policy.after_backward || policy.forward_scope || policy.ready)
+        save(policy, archive);
+    });
   }
+
+ private:
+  /// Calls `use` with the hook of each policy that has it.
+  template <class Hook>
+  void for_each_with(Hook AnyPolicy::*hook, auto use) {
+    for (auto& policy : list_)
+      if (const auto call = policy->hooks().*hook) use(call, policy->hooks());
+  }
+  /// Calls the hook of all policies, and returns true if one returned `answer`.
+  bool any_says(bool answer, AnyPolicy::Hook<bool> AnyPolicy::*hook) {
+    bool any = false;
+    for_each_with(hook, [&](auto ask, AnyPolicy& policy) { any = ask(policy) == answer || any; });
+    return any;
+  }
+
+  std::vector<std::unique_ptr<AnyPolicy>> list_;
+  std::vector<std::function<void()>> when_started_;
+  bool is_started_ = false;
 };
 
 }  // namespace gradaccum::detail

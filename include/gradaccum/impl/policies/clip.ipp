@@ -4,8 +4,6 @@
 
 #include <gradaccum/policies/clip.hpp>
 
-#include <gradaccum/detail/trainer/any_policy.hpp>
-
 #include <c10/util/Exception.h>
 
 #include <gradaccum/impl/begin.ipp>
@@ -23,12 +21,5 @@ GRADACCUM_INLINE void ClipValue::attach(TrainerBase&) const {
 GRADACCUM_INLINE void ClipValue::before_step(Gradients& gradients) const { clip_grad_value_(gradients, max); }
 
 }  // namespace gradaccum
-
-#ifdef GRADACCUM_COMPILED
-namespace gradaccum::detail {
-template class PolicyOf<ClipNorm>;
-template class PolicyOf<ClipValue>;
-}  // namespace gradaccum::detail
-#endif
 
 #undef GRADACCUM_INLINE

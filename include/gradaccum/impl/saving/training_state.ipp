@@ -2,11 +2,9 @@
 // Saves and resumes a training, and chooses among the states in a directory.
 #pragma once
 
-#include <gradaccum/fit_options.hpp>
 #include <gradaccum/training_state.hpp>
 
 #include <gradaccum/detail/window/communicator.hpp>
-#include <gradaccum/progress_line.hpp>
 
 #include <c10/util/StringUtil.h>
 
@@ -272,136 +270,6 @@ GRADACCUM_INLINE std::filesystem::path load(const std::filesystem::path& directo
   return folder;
 }
 
-GRADACCUM_INLINE FitReport report_of(const FitStatus& status) {
-  FitReport report{.epochs = status.epochs,
-                   .updates = status.updates,
-                   .skipped = status.skipped,
-                   .samples = status.samples,
-                   .seconds = status.seconds(),
-                   .resumed_from = status.resumed_from,
-                   .stopped = status.stop_reason,
-                   .signal = status.signal,
-                   .nan_batches = status.nan_batches,
-                   .first_nan = status.first_nan,
-                   .validations = status.validations};
-  if (!status.options.resume.empty() && status.resumed_from.empty())
-    report.notes.push_back(status.options.resume.string() + " has no state to resume from, so this fit began anew");
-  if (status.at_rate_0 * 10 > status.windows)
-    report.notes.push_back(fmt::format("the learning rate was 0 in {} of {} updates, which moved nothing",
-                                       status.at_rate_0, status.windows));
-  report.samples_per_second = static_cast<double>(report.samples) / report.seconds;
-  return report;
-}
-
-GRADACCUM_INLINE double in_mb(std::int64_t bytes) { return static_cast<double>(bytes) / static_cast<double>(MiB); }
-
 }  // namespace gradaccum::detail
-
-namespace gradaccum {
-
-GRADACCUM_INLINE void check(const FitOptions& options) {
-  TORCH_CHECK(options.epochs.value_or(0) >= 0, "FitOptions: epochs must be >= 0, got ", *options.epochs);
-  TORCH_CHECK(options.updates.value_or(0) >= 0, "FitOptions: updates must be >= 0, got ", *options.updates);
-  TORCH_CHECK(options.samples.value_or(0) >= 0, "FitOptions: samples must be >= 0, got ", *options.samples);
-  TORCH_CHECK(!options.time || options.time->count() >= 0, "FitOptions: time must be >= 0 s, got ",
-              options.time->count());
-}
-
-/// Records the stop once, so that later calls agree even though time passes. `.time` allows at least one window, so
-/// that each of a chain of resumed jobs trains.
-GRADACCUM_INLINE void FitStatus::stop_at_limits() {
-  if (options.samples && samples >= *options.samples) stop(fmt::format("after {} samples", *options.samples));
-  if (options.time && windows > 0 && seconds_of_call() >= options.time->count())
-    stop(fmt::format("after {:.6g} s", options.time->count()));
-}
-
-GRADACCUM_INLINE bool FitStatus::done() const {
-  if (stopped || signal != 0 || (options.smoke && updates + skipped > 0)) return true;
-  if (options.updates && updates >= *options.updates) return true;
-  return options.has_limit() ? epochs == options.epochs : epochs >= options.epochs.value_or(1);
-}
-
-GRADACCUM_INLINE void FitStatus::end_epoch() {
-  TORCH_CHECK(batch > 0 || batches.value_or(0) == 0 || done(), "Trainer: epoch ", epoch,
-              " (counted from 0) had no batches, but should have had ", *batches,
-              "; a range that can be iterated only once lasts for one epoch");
-  ++epochs;
-  if (!batches) batches = batch;
-  batch = 0;
-  trained = false;
-}
-
-GRADACCUM_INLINE void FitStatus::state(Archive& archive) {
-  auto so_far = seconds();
-  archive("epoch", epoch);
-  archive("epochs", epochs);
-  archive("batch", batch);
-  archive("batches", batches);
-  archive("updates", updates);
-  archive("skipped", skipped);
-  archive("samples", samples);
-  archive("nan_batches", nan_batches);
-  archive("first_nan", first_nan);
-  archive("trained", trained);
-  archive("seconds", so_far);
-  archive("validations", detail::ValidationHistory{validations});
-  if (!archive.loading()) return;
-  TORCH_CHECK(
-      std::min({epoch, epochs, batch, batches.value_or(0), updates, skipped, samples, nan_batches}) >= 0 && so_far >= 0,
-      "Trainer: the counts of a saved fit must be >= 0");
-  if (archive.changes_allowed()) {
-    const auto& ranks = archive.ranks();
-    const auto of_ranks = archive.of_ranks<std::int64_t>("batch");
-    for (const auto each : of_ranks)
-      TORCH_CHECK(each >= 0 && each < std::numeric_limits<std::int64_t>::max() / (ranks.saved + 1),
-                  "Trainer: each rank of a saved fit must have a batch >= 0 that an epoch can have, got ", each);
-    batch = std::ranges::max(of_ranks);  // equal on all ranks, because a Schedule plans with it
-    if (ranks.are_others()) {
-      batch = std::accumulate(of_ranks.begin(), of_ranks.end(), ranks.loading - 1) / ranks.loading;
-      batches.reset();
-    }
-  }
-  start = Clock::now() - std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(so_far));
-}
-
-GRADACCUM_INLINE std::optional<double> FitStatus::fraction() const {
-  if (done()) return 1;
-  std::optional<double> most;  // the largest: of the limit that is reached first
-  const auto add = [&most](double part) { most = std::max(part, most.value_or(0)); };
-  if (options.updates) add(static_cast<double>(updates) / static_cast<double>(*options.updates));
-  if (options.samples.value_or(0) > 0) add(static_cast<double>(samples) / static_cast<double>(*options.samples));
-  if (options.time) add(seconds_of_call() / options.time->count());
-  if (batches.value_or(0) > 0 && (options.epochs || !options.has_limit())) {
-    const auto of_epoch = static_cast<double>(std::min(batch, *batches)) / static_cast<double>(*batches);
-    add((static_cast<double>(epochs) + of_epoch) / static_cast<double>(options.epochs.value_or(1)));
-  }
-  if (most) most = std::min(*most, 1.0);
-  return most;
-}
-
-GRADACCUM_INLINE std::ostream& operator<<(std::ostream& stream, const FitReport& report) {
-  const auto rate = report.samples_per_second;  // two decimals; below 1 as in rate_text()
-  stream << fmt::format("Time: {:.2f}\nSamples/second: {}\n", report.seconds,
-                        rate < 1 ? rate_text(rate) : fmt::format("{:.2f}", rate));
-  for (auto& [device, bytes] : report.occupied_bytes)
-    stream << fmt::format("{} memory occupied: {:.0f} MB.\n", device == "cpu" ? "CPU" : "GPU", detail::in_mb(bytes));
-  for (auto& [device, bytes] : report.peak_bytes)
-    stream << fmt::format("Peak tensor memory: {} {:.2f} MB\n", device, detail::in_mb(bytes));
-  if (report.peak_resident_bytes > 0)
-    stream << fmt::format("Peak resident memory: {:.0f} MB\n", detail::in_mb(report.peak_resident_bytes));
-  stream << fmt::format("Epochs: {}, updates: {}, skipped: {}\n", report.epochs, report.updates, report.skipped);
-  if (report.nan_batches > 0)
-    stream << fmt::format("Micro-batches left out for a loss or gradient of NaN or infinity: {}, the first: {}\n",
-                          report.nan_batches, report.first_nan);
-  if (!report.stopped.empty()) stream << "Stopped early: " << report.stopped << '\n';
-  std::map<std::string, const Validation*> last;
-  for (auto& validation : report.validations) last[validation.name] = &validation;
-  for (auto& [name, validation] : last)
-    stream << "Last " << name << ", at update " << validation->update << ": " << validation->found << '\n';
-  for (auto& note : report.notes) stream << "Note: " << note << '\n';
-  return stream;
-}
-
-}  // namespace gradaccum
 
 #undef GRADACCUM_INLINE

@@ -6,6 +6,7 @@
 
 #include <gradaccum/detail/io/files.hpp>
 #include <gradaccum/detail/memory/memory_ledger.hpp>
+#include <gradaccum/detail/training/loop.hpp>
 #include <gradaccum/metrics.hpp>
 #include <gradaccum/summary_writer.hpp>
 #include <gradaccum/trainer_base.hpp>
@@ -35,23 +36,22 @@ GRADACCUM_INLINE std::vector<std::string> names_of_parameters(const torch::nn::M
   return names;
 }
 
-}  // namespace detail
-
-struct TensorBoard::Run {
-  using Clock = FitStatus::Clock;
+struct TensorBoardRun {
+  static constexpr std::string_view name = TensorBoard::name;
+  using Clock = std::chrono::steady_clock;
 
   const TensorBoard& options;
   TrainerBase& trainer;
-  const FitStatus& status = trainer.status();
+  const FitProgress& progress = trainer.progress();
   std::shared_ptr<SummaryWriter> file = {};
   bool begins = true;                            // nothing was written since construction or loading
   std::int64_t begun_at = 0;                     // updates before the first write
   std::optional<Clock::time_point> before = {};  // when the last speed was written
   std::int64_t samples_before = 0;
-  std::optional<Clock::time_point> measured = {};                              // when memory was measured
-  std::vector<std::pair<std::string, detail::ValueHistogram>> gradients = {};  // of the next step
+  std::optional<Clock::time_point> measured = {};                      // when memory was measured
+  std::vector<std::pair<std::string, ValueHistogram>> gradients = {};  // of the next step
 
-  bool writes() const { return trainer.is_first() && !status.options.smoke; }
+  bool writes() const { return trainer.is_first() && !progress.options.smoke; }
 
   void open(std::optional<std::int64_t> purge_step) {
     file = std::make_shared<SummaryWriter>(SummaryWriterOptions{
@@ -65,7 +65,7 @@ struct TensorBoard::Run {
     if (!begins) return file.get();
     std::optional<std::int64_t> purge_step;
     if (begun_at > 0) purge_step = begun_at + 1;
-    if (begun_at == 0 && !status.options.resume.empty()) purge_step = 0;  // a run may have died before its state
+    if (begun_at == 0 && !progress.options.resume.empty()) purge_step = 0;  // a run may have died before its state
     if (purge_step || !file) open(purge_step);
     if (!options.hyperparameters.empty())
       file->add_text("hyperparameters", options.hyperparameters, purge_step.value_or(0));
@@ -79,12 +79,12 @@ struct TensorBoard::Run {
     gradients.clear();
     measured.reset();
     before = Clock::now();
-    samples_before = status.samples;
+    samples_before = progress.samples;
   }
 
   void write_numbers(const Step& step) {
     file->add_scalar("train/loss", step.loss.item<double>(), step.update);
-    if (!detail::is_nan(step.lr)) file->add_scalar("train/lr", step.lr, step.update);
+    if (!is_nan(step.lr)) file->add_scalar("train/lr", step.lr, step.update);
     if (step.grad_norm.defined()) file->add_scalar("train/grad_norm", step.grad_norm.item<double>(), step.update);
     write_rate(step.update);
     write_memory(step.update);
@@ -93,25 +93,25 @@ struct TensorBoard::Run {
   void write_rate(std::int64_t step) {
     const auto now = Clock::now();
     const auto last = std::exchange(before, now);
-    const auto samples = status.samples - std::exchange(samples_before, status.samples);
+    const auto samples = progress.samples - std::exchange(samples_before, progress.samples);
     const auto seconds = last ? std::chrono::duration<double>(now - *last).count() : 0;
     if (seconds > 0) file->add_scalar("train/samples_per_second", static_cast<double>(samples) / seconds, step);
   }
 
   void write_memory(std::int64_t step) {
-    if (!detail::is_time_to_ask(measured)) return;
+    if (!is_time_to_ask(measured)) return;
     measured = Clock::now();
     const auto device = trainer.device();
-    if (const auto bytes = detail::occupied_memory(at::kCPU))
+    if (const auto bytes = occupied_memory(at::kCPU))
       file->add_scalar("memory/resident", static_cast<double>(*bytes), step);
     if (device.is_cpu()) return;
-    if (const auto bytes = detail::occupied_memory(device))
+    if (const auto bytes = occupied_memory(device))
       file->add_scalar("memory/occupied", static_cast<double>(*bytes), step);
   }
 
   void write_histograms(std::int64_t step) {
     const auto parameters = trainer.parameters();
-    const auto names = detail::names_of_parameters(trainer.module(), parameters);
+    const auto names = names_of_parameters(trainer.module(), parameters);
     for (std::size_t i = 0; i < parameters.size(); ++i)
       file->add_histogram("parameters/" + names[i], parameters[i], step);
     for (auto& [tag, histogram] : std::exchange(gradients, {})) file->add(tag, histogram, step);
@@ -119,78 +119,83 @@ struct TensorBoard::Run {
 
   /// True if the files have this point: a resumed run repeats a validation that followed the state at the same update.
   bool is_written(std::string_view tag, std::int64_t step) const {
-    return begun_at > 0 && step == begun_at && detail::event_files_have(options.directory, step, tag);
+    return begun_at > 0 && step == begun_at && event_files_have(options.directory, step, tag);
+  }
+
+  std::shared_ptr<void> fit_scope() {
+    restart();
+    return flush_at_end(file);
+  }
+
+  /// Keeps histograms until after the step, so that none are written for a step that an overflow skips. Reads `raw()`,
+  /// since `values()` would change the gradients.
+  void before_step(Gradients& window) {
+    gradients.clear();
+    if (options.histograms_every == 0 || !begun()) return;
+    const auto parameters = window.parameters();  // throws with OptimizerInBackward, which keeps no gradients
+    if ((trainer.updates() + 1) % options.histograms_every != 0) return;
+    if (Loop::of(trainer).peers() && Loop::of(trainer).peers()->shards()) {
+      TORCH_WARN_ONCE(
+          "TensorBoard: histograms of gradients are left out: with {.shard = …} no process has all of them");
+      return;
+    }
+    const auto names = names_of_parameters(trainer.module(), parameters);
+    const auto raw = window.raw();
+    for (std::size_t i = 0; i < raw.size(); ++i) {
+      const auto factor = window.multiplier(raw[i].device()).item<double>();
+      gradients.emplace_back("gradients/" + names[i], histogram_of(raw[i], factor));
+    }
+  }
+
+  void after_step(const Step& step) {
+    if (!begun()) return;
+    if (step.update % options.every == 0) write_numbers(step);
+    if (options.histograms_every > 0 && step.update % options.histograms_every == 0) write_histograms(step.update);
+  }
+
+  void on_validation(const Validation& validation) {
+    const std::chrono::duration<double> seconds(validation.found.seconds);
+    if (before) *before += std::chrono::duration_cast<Clock::duration>(seconds);
+    if (!begun()) return;
+    for (auto& [metric, value] : validation.found.metrics) {
+      const auto tag = validation.name + "/" + metric;
+      if (!is_written(tag, validation.update)) file->add_scalar(tag, value, validation.update);
+    }
+  }
+
+  void at_boundary() const {
+    if (file && progress.done()) file->flush();
+  }
+
+  /// Saves nothing, but flushes the file, so that it has all points of the saved updates.
+  void state(Archive& archive) {
+    if (!archive.loading()) {
+      if (file) file->flush();
+      return;
+    }
+    archive.when_all_fit([this] {
+      begins = true;
+      restart();
+    });
   }
 };
 
-GRADACCUM_INLINE void TensorBoard::attach(TrainerBase& trainer) {
+}  // namespace detail
+
+GRADACCUM_INLINE std::shared_ptr<PolicyRun> TensorBoard::Running::start(TrainerBase& trainer) {
   TORCH_CHECK(!directory.empty(), "TensorBoard: directory must be given");
   TORCH_CHECK(every >= 1, "TensorBoard: every must be >= 1, got ", every);
   TORCH_CHECK(histograms_every >= 0, "TensorBoard: histograms_every must be >= 0, got ", histograms_every);
   const auto seconds = flush_every.count();
   TORCH_CHECK(seconds >= 0, "TensorBoard: flush_every must be >= 0 seconds, got ", seconds);
-  run.reset(new Run{*this, trainer});
-  if (!trainer.is_first()) return;
-  detail::check_is_writable(directory);
+  if (trainer.is_first()) detail::check_is_writable(directory);
+  return detail::started_and_kept<detail::TensorBoardRun>(run_, *this, trainer);
 }
 
-GRADACCUM_INLINE SummaryWriter* TensorBoard::writer() {
-  if (!run || !run->writes()) return nullptr;
-  if (!run->file) run->open({});
-  return run->file.get();
-}
-
-GRADACCUM_INLINE std::shared_ptr<void> TensorBoard::fit_scope() {
-  run->restart();
-  return detail::flush_at_end(run->file);
-}
-
-GRADACCUM_INLINE void TensorBoard::state(Archive& archive) {
-  if (run->file && !archive.loading()) run->file->flush();
-  if (!archive.loading()) return;
-  archive.when_all_fit([this] {
-    run->begins = true;
-    run->restart();
-  });
-}
-
-GRADACCUM_INLINE void TensorBoard::at_boundary() {
-  if (run->file && run->status.done()) run->file->flush();
-}
-
-/// Keeps histograms until after the step, so that none are written for a step that an overflow skips. Reads `raw()`,
-/// since `values()` would change the gradients.
-GRADACCUM_INLINE void TensorBoard::before_step(Gradients& window) {
-  run->gradients.clear();
-  if (histograms_every == 0 || !run->begun()) return;
-  const auto parameters = window.parameters();  // throws with OptimizerInBackward, which keeps no gradients
-  if ((run->trainer.updates() + 1) % histograms_every != 0) return;
-  if (run->trainer.shards()) {
-    TORCH_WARN_ONCE("TensorBoard: histograms of gradients are left out: with {.shard = …} no process has all of them");
-    return;
-  }
-  const auto names = detail::names_of_parameters(run->trainer.module(), parameters);
-  const auto raw = window.raw();
-  for (std::size_t i = 0; i < raw.size(); ++i) {
-    const auto factor = window.multiplier(raw[i].device()).item<double>();
-    run->gradients.emplace_back("gradients/" + names[i], detail::histogram_of(raw[i], factor));
-  }
-}
-
-GRADACCUM_INLINE void TensorBoard::after_step(const Step& step) {
-  if (!run->begun()) return;
-  if (step.update % every == 0) run->write_numbers(step);
-  if (histograms_every > 0 && step.update % histograms_every == 0) run->write_histograms(step.update);
-}
-
-GRADACCUM_INLINE void TensorBoard::on_validation(const Validation& validation) {
-  const std::chrono::duration<double> seconds(validation.found.seconds);
-  if (run->before) *run->before += std::chrono::duration_cast<Run::Clock::duration>(seconds);
-  if (!run->begun()) return;
-  for (auto& [metric, value] : validation.found.metrics) {
-    const auto tag = validation.name + "/" + metric;
-    if (!run->is_written(tag, validation.update)) run->file->add_scalar(tag, value, validation.update);
-  }
+GRADACCUM_INLINE SummaryWriter* TensorBoard::Running::writer() {
+  if (!run_ || !run_->writes()) return nullptr;
+  if (!run_->file) run_->open({});
+  return run_->file.get();
 }
 
 }  // namespace gradaccum

@@ -6,6 +6,7 @@
 
 #include <gradaccum/detail/io/files.hpp>
 #include <gradaccum/detail/memory/memory_ledger.hpp>
+#include <gradaccum/detail/training/loop.hpp>
 #include <gradaccum/detail/window/communicator.hpp>
 #include <gradaccum/profiler.hpp>
 #include <gradaccum/trainer_base.hpp>
@@ -85,11 +86,9 @@ class MemoryByPhase {
   MemoryMeter meter_;
 };
 
-}  // namespace detail
-
 /// Profiles a trainer's updates, divided into phases without gaps, on rank 0 only. Measures memory by kind in the
 /// update before them, or in the one after them if they begin with the first.
-struct Profile::Run {
+struct ProfileRun {
   const Profile& options;
   TrainerBase& trainer;
   const std::int64_t measured = options.updates.first > 0 ? options.updates.first - 1 : options.updates.second;
@@ -99,16 +98,17 @@ struct Profile::Run {
   std::unique_ptr<at::RecordFunction> update_mark = {};  // marks an update in the trace
   std::optional<Profiler::Phase> phase = {};
   std::string phase_name = {};
-  std::optional<detail::MemoryByPhase> memory = {};
+  std::optional<MemoryByPhase> memory = {};
   ProfileReport measured_memory = {};  // only its memory is set
   std::optional<ProfileReport> report = {};
 
   /// Creates the directory, and throws if no profiler can start, before training begins.
   void prepare() const {
-    if (!trainer.is_first() || report || trainer.updates() >= options.updates.second || trainer.status().options.smoke)
+    if (!trainer.is_first() || report || trainer.updates() >= options.updates.second ||
+        trainer.progress().options.smoke)
       return;
-    detail::check_can_profile("Profile");
-    detail::check_is_writable(options.directory);
+    check_can_profile("Profile");
+    check_is_writable(options.directory);
   }
 
   /// Begins a phase, which ends the previous one.
@@ -128,8 +128,8 @@ struct Profile::Run {
   /// Begins a phase, and the profile or the measurement of memory if it is due. Does not begin either if the window has
   /// more than `micro_batches`, because an earlier `fit` opened it.
   void begin(const char* name, std::int64_t micro_batches = 0) {
-    const auto& status = trainer.status();
-    const bool can_begin = trainer.is_first() && status.running && !status.options.smoke && !status.done();
+    const auto& progress = trainer.progress();
+    const bool can_begin = trainer.is_first() && progress.running && !progress.options.smoke && !progress.done();
     if (!profiler && !memory && can_begin && trainer.window().micro_batches <= micro_batches) {
       begun = trainer.updates();
       if (begun == measured && measured_memory.memory.empty()) {
@@ -144,7 +144,7 @@ struct Profile::Run {
 
   /// Ends the profile and the measurement of memory when they are complete or the fit is done.
   void at_boundary() {
-    const bool over = trainer.status().done();
+    const bool over = trainer.progress().done();
     const auto made = trainer.updates();
     if (memory && (made > measured || over)) end_memory();
     if (profiler && (made >= options.updates.second || over)) {
@@ -161,7 +161,7 @@ struct Profile::Run {
   void mark_update() {
     end_phase();
     update_mark.reset();
-    update_mark = detail::trace_mark("update " + std::to_string(trainer.updates() + 1));
+    update_mark = trace_mark("update " + std::to_string(trainer.updates() + 1));
   }
 
   /// Keeps the measured memory if its update was completed, and adds it to a report that exists.
@@ -175,7 +175,7 @@ struct Profile::Run {
     if (!report) return;
     report->memory = measured_memory.memory;
     report->peak_bytes = measured_memory.peak_bytes;
-    detail::write_profile(options.directory, *report);
+    write_profile(options.directory, *report);
   }
 
   /// Drops the profile and the measurement without writing a file.
@@ -186,52 +186,49 @@ struct Profile::Run {
     memory.reset();
     phase_name.clear();
   }
+
+  /// Drops an unfinished profile when the fit ends. If it cannot start, ends the other ranks' fit, too.
+  std::shared_ptr<void> fit_scope() {
+    try {
+      prepare();
+    } catch (const std::exception& error) {
+      if (const auto peers = Loop::of(trainer).peers()) peers->give_up(error.what());
+      throw;
+    }
+    return {nullptr, [this](void*) { abandon(); }};
+  }
+  /// Does nothing if the fit resumes, since its state may not be loaded yet; then a boundary or a forward pass begins.
+  void on_epoch_begin(std::int64_t) {
+    if (trainer.progress().resumed_from.empty()) begin("data");
+  }
+  /// Ignores the forward passes of evaluations.
+  int forward_scope() {
+    if (at::GradMode::is_enabled()) begin("forward", /*micro_batches=*/1);
+    return 0;
+  }
+  void before_backward(Loss&) { enter("backward"); }
+  /// Does nothing if the backward pass steps, since this is then called before that pass.
+  void before_close() {
+    if (!trainer.steps_in_backward()) enter("reduce");
+  }
+  void after_backward(Gradients&) { enter(trainer.closing() ? "reduce" : "other"); }
+  void before_step(Gradients&) { enter("step"); }
+  void after_window(const Step&) { enter("other"); }
 };
 
-GRADACCUM_INLINE const ProfileReport* Profile::report() const { return run && run->report ? &*run->report : nullptr; }
+}  // namespace detail
 
-GRADACCUM_INLINE void Profile::attach(TrainerBase& trainer) {
+GRADACCUM_INLINE const ProfileReport* Profile::Running::report() const {
+  return run_ && run_->report ? &*run_->report : nullptr;
+}
+
+GRADACCUM_INLINE std::shared_ptr<PolicyRun> Profile::Running::start(TrainerBase& trainer) {
   TORCH_CHECK(updates.first >= 0, "Profile: updates must be >= 0, got {", updates.first, ", ", updates.second, "}");
   TORCH_CHECK(updates.first < updates.second, "Profile: updates must be {from, to} with from < to, got {",
               updates.first, ", ", updates.second, "}");
   TORCH_CHECK(!directory.empty(), "Profile: directory must be given");
-  run.reset(new Run{.options = *this, .trainer = trainer});
+  return detail::started_and_kept<detail::ProfileRun>(run_, *this, trainer);
 }
-
-/// Drops an unfinished profile when the fit ends. If it cannot start, ends the other ranks' fit, too.
-GRADACCUM_INLINE std::shared_ptr<void> Profile::fit_scope() {
-  try {
-    run->prepare();
-  } catch (const std::exception& error) {
-    if (const auto peers = run->trainer.peers()) peers->give_up(error.what());
-    throw;
-  }
-  return {nullptr, [run = run](void*) { run->abandon(); }};
-}
-
-/// Does nothing if the fit resumes, since its state may not be loaded yet; then a boundary or a forward pass begins.
-GRADACCUM_INLINE void Profile::on_epoch_begin(std::int64_t) {
-  if (run->trainer.status().resumed_from.empty()) run->begin("data");
-}
-
-/// Ignores the forward passes of evaluations.
-GRADACCUM_INLINE int Profile::forward_scope() {
-  if (at::GradMode::is_enabled()) run->begin("forward", /*micro_batches=*/1);
-  return 0;
-}
-
-GRADACCUM_INLINE void Profile::before_backward(Loss&) { run->enter("backward"); }
-
-/// Does nothing if the backward pass steps, since this is then called before that pass.
-GRADACCUM_INLINE void Profile::before_close() {
-  if (!run->trainer.steps_in_backward()) run->enter("reduce");
-}
-
-GRADACCUM_INLINE void Profile::after_backward(Gradients&) { run->enter(run->trainer.closing() ? "reduce" : "other"); }
-
-GRADACCUM_INLINE void Profile::before_step(Gradients&) { run->enter("step"); }
-GRADACCUM_INLINE void Profile::after_window(const Step&) { run->enter("other"); }
-GRADACCUM_INLINE void Profile::at_boundary() { run->at_boundary(); }
 
 }  // namespace gradaccum
 

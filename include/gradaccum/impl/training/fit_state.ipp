@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ends a fit at its limits, reports on it, and saves its progress.
+#pragma once
+
+#include <gradaccum/detail/training/fit_state.hpp>
+
+#include <c10/util/Exception.h>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+
+#include <gradaccum/impl/begin.ipp>
+
+namespace gradaccum::detail {
+
+/// Records the stop once, so that later calls agree even though time passes. `.time` allows at least one window, so
+/// that each of a chain of resumed jobs trains.
+GRADACCUM_INLINE void FitState::stop_at_limits() {
+  if (options.samples && samples >= *options.samples) stop(fmt::format("after {} samples", *options.samples));
+  if (options.time && windows > 0 && seconds_of_call() >= options.time->count())
+    stop(fmt::format("after {:.6g} s", options.time->count()));
+}
+
+GRADACCUM_INLINE void FitState::end_epoch() {
+  TORCH_CHECK(batch > 0 || batches.value_or(0) == 0 || done(), "Trainer: epoch ", epoch,
+              " (counted from 0) had no batches, but should have had ", *batches,
+              "; a range that can be iterated only once lasts for one epoch");
+  ++epochs;
+  if (!batches) batches = batch;
+  batch = 0;
+  trained = false;
+}
+
+GRADACCUM_INLINE FitReport FitState::report() const {
+  FitReport report{.epochs = epochs,
+                   .updates = updates,
+                   .skipped = skipped,
+                   .samples = samples,
+                   .seconds = seconds(),
+                   .resumed_from = resumed_from,
+                   .stopped = stop_reason,
+                   .signal = signal(),
+                   .nan_batches = nan_batches,
+                   .first_nan = first_nan,
+                   .validations = validations};
+  if (!options.resume.empty() && resumed_from.empty())
+    report.notes.push_back(options.resume.string() + " has no state to resume from, so this fit began anew");
+  if (at_rate_0 * 10 > windows)
+    report.notes.push_back(
+        fmt::format("the learning rate was 0 in {} of {} updates, which moved nothing", at_rate_0, windows));
+  report.samples_per_second = static_cast<double>(report.samples) / report.seconds;
+  return report;
+}
+
+GRADACCUM_INLINE void FitState::state(Archive& archive) {
+  auto so_far = seconds();
+  archive("epoch", epoch);
+  archive("epochs", epochs);
+  archive("batch", batch);
+  archive("batches", batches);
+  archive("updates", updates);
+  archive("skipped", skipped);
+  archive("samples", samples);
+  archive("nan_batches", nan_batches);
+  archive("first_nan", first_nan);
+  archive("trained", trained);
+  archive("seconds", so_far);
+  archive("validations", ValidationHistory{validations});
+  if (!archive.loading()) return;
+  TORCH_CHECK(
+      std::min({epoch, epochs, batch, batches.value_or(0), updates, skipped, samples, nan_batches}) >= 0 && so_far >= 0,
+      "Trainer: the counts of a saved fit must be >= 0");
+  if (archive.changes_allowed()) {
+    const auto& ranks = archive.ranks();
+    const auto of_ranks = archive.of_ranks<std::int64_t>("batch");
+    for (const auto each : of_ranks)
+      TORCH_CHECK(each >= 0 && each < std::numeric_limits<std::int64_t>::max() / (ranks.saved + 1),
+                  "Trainer: each rank of a saved fit must have a batch >= 0 that an epoch can have, got ", each);
+    batch = std::ranges::max(of_ranks);  // equal on all ranks, because a Schedule plans with it
+    if (ranks.are_others()) {
+      batch = std::accumulate(of_ranks.begin(), of_ranks.end(), ranks.loading - 1) / ranks.loading;
+      batches.reset();
+    }
+  }
+  start_ = Clock::now() - std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(so_far));
+}
+
+}  // namespace gradaccum::detail
+
+#undef GRADACCUM_INLINE
