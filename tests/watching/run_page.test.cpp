@@ -320,6 +320,7 @@ TEST_CASE("RunPage: an entry with an existing name is replaced in its position")
   CHECK(written["settings"] == nlohmann::json::parse(R"([["a", "second"], ["b", "other"]])"));
   CHECK(written["tiles"] == nlohmann::json::parse(R"([["loss", 0.25, "second"]])"));
   CHECK(written["numbers"] == nlohmann::json::parse(R"([["count", 7, "second"], ["share", 0.30000000000000004, ""]])"));
+  CHECK(written.number("count").is_number_integer());
 }
 
 TEST_CASE("RunPage: a page that is never ended becomes interrupted, and one without an update is not written") {

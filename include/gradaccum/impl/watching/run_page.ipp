@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cmath>
 #include <ctime>
 #include <deque>
 #include <exception>
@@ -156,10 +157,11 @@ GRADACCUM_INLINE Curves Curves::unpacked(std::span<const std::uint8_t> names, st
 
 namespace detail {
 
-/// Returns NaN and infinities as texts, because JSON has only finite numbers.
+/// Returns whole numbers as such, and NaN and infinities as texts, because JSON has only finite numbers.
 GRADACCUM_INLINE nlohmann::json json_number(double number) {
-  if (is_finite(number)) return number;
-  return is_nan(number) ? "NaN" : number > 0 ? "∞" : "−∞";
+  if (!is_finite(number)) return is_nan(number) ? "NaN" : number > 0 ? "∞" : "−∞";
+  if (std::abs(number) < 1e15 && std::trunc(number) == number) return static_cast<std::int64_t>(number);
+  return number;
 }
 
 /// Returns `[name, last value, pieces]`. A piece without finite numbers has no mean and no extremes.
