@@ -8,10 +8,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
-#include <functional>
-#include <map>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -44,17 +43,12 @@ class Curve {
   /// Adds a point. If its update is less than the last one, first removes all pieces that reach it.
   void add(std::int64_t update, double value);
 
-  bool empty() const { return pieces_.empty(); }                     ///< true if there is no point
   const std::vector<CurvePiece>& pieces() const { return pieces_; }  ///< pieces in the order of their updates
   std::int64_t level() const { return level_; }                      ///< each piece has 2^level updates
   CurvePoint last() const;                                           ///< the last point, which may be non-finite
-  /// Returns the first of the lowest, or of the highest, points; nullopt if no point is finite.
-  std::optional<CurvePoint> lowest() const { return extreme(&CurvePiece::lowest); }
-  std::optional<CurvePoint> highest() const { return extreme(&CurvePiece::highest); }
 
  private:
   friend class Curves;
-  std::optional<CurvePoint> extreme(CurvePoint CurvePiece::*which) const;
   void append(const CurvePiece& piece);
   void check() const;
 
@@ -91,9 +85,10 @@ class Curves {
 
  private:
   Curve& at(std::string_view name);
+  static Curves unpacked(std::span<const std::uint8_t> names, std::span<const std::int64_t> whole,
+                         std::span<const double> real);
 
   std::vector<Named> all_;
-  std::map<std::string, std::size_t, std::less<>> indices_;
 };
 
 /// How a run ended, as shown on its page.
@@ -154,7 +149,7 @@ class RunPage {
   /// Shows a number of the summary, as `text` if there is one. The JSON has the number itself.
   void number(std::string_view name, double value, std::string text = {});
   void number(std::string_view name, std::integral auto value, std::string text = {}) {
-    whole_number(name, static_cast<std::int64_t>(value), std::move(text));
+    number(name, static_cast<double>(value), std::move(text));
   }
 
   /// Writes the page if it has not been written for `every`.
@@ -175,7 +170,6 @@ class RunPage {
   using Clock = std::chrono::steady_clock;
   struct Content;
 
-  void whole_number(std::string_view name, std::int64_t value, std::string text);
   void write(std::string_view state, std::string_view reason, const RunProgress& progress);
   double seconds() const;
   std::optional<double> seconds_left(double seconds);
@@ -184,10 +178,10 @@ class RunPage {
   std::unique_ptr<Content> content_;
   Clock::time_point start_ = Clock::now();
   std::optional<Clock::time_point> written_ = {};
-  double seconds_before_ = 0;                                           // time before the loaded state
-  std::optional<RunProgress> first_ = {{.fraction = 0, .seconds = 0}};  // start of the measurement of speed
-  std::optional<double> fraction_ = {};                                 // the fraction in the file
-  bool goes_on_ = false;                                                // the file says that the run is not over
+  double seconds_before_ = 0;                              // time before the loaded state
+  RunProgress first_ = {.fraction = 0.0, .seconds = 0.0};  // start of the measurement of speed
+  std::optional<double> fraction_ = {};                    // the fraction in the file
+  bool goes_on_ = false;                                   // the file says that the run is not over
 };
 
 }  // namespace gradaccum

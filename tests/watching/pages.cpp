@@ -115,7 +115,7 @@ void write_hostile(const std::filesystem::path& path) {
        {std::string("train/</script><img src=x onerror=\"document.title='it ran'\">"),
         std::string("<svg onload=\"document.title='it ran'\">/loss"),
         std::string("\"><script>document.title='it ran'</script>"), std::string("' onmouseover='x"),
-        std::string("train/loss"), std::string("\xff\xfe\xc0\0\a", 5), std::string(1 << 20, 'w')}) {
+        std::string("train/loss"), std::string("\xff\xfe\xc0\0\a", 5), std::string(1 << 16, 'w')}) {
     for (int i = 0; i < 2000; ++i) page.add(name, i, i == 1 ? 1e9 : i / 100 == 7 ? nan : 1 + std::sin(0.01 * i));
     page.set(name, name);
     page.tile(name, name, name);

@@ -8,7 +8,7 @@
 #include <gradaccum/detail/io/files.hpp>
 #include <gradaccum/detail/watching/page_template.hpp>
 
-#include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
 #include <c10/util/Exception.h>
 
 #include <nlohmann/json.hpp>
@@ -16,10 +16,12 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <cstdio>
+#include <cmath>
 #include <ctime>
 #include <deque>
 #include <exception>
+#include <fstream>
+#include <span>
 
 #include <gradaccum/impl/begin.ipp>
 
@@ -40,42 +42,27 @@ GRADACCUM_INLINE void extend(CurvePiece& piece, const CurvePiece& next) {
   piece.finite += next.finite;
 }
 
-/// Saves or loads numbers one by one, as one tensor of a state.
+/// Saves or loads numbers as one tensor of a state.
 template <class T>
-struct NumbersInTurn {
-  Archive& archive;
-  std::string name;
-  std::vector<T> numbers = {};
-  std::size_t read = 0;
+void row_state(Archive& archive, const std::string& name, std::vector<T>& numbers) {
+  auto row = at::tensor(at::ArrayRef<T>(numbers));
+  const auto dtype = row.scalar_type();
+  archive("packed." + name, row);
+  TORCH_CHECK(row.scalar_type() == dtype && row.dim() == 1, "Curves: '", name, "' of saved curves must be a row of ",
+              dtype, ", got ", row.scalar_type(), row.sizes());
+  row = row.cpu().contiguous();
+  const auto* const first = row.template const_data_ptr<T>();
+  numbers.assign(first, first + row.numel());
+}
 
-  /// Saves the number, or returns the loaded number at the same index.
-  T next(T number) {
-    if (!archive.loading()) return numbers.emplace_back(number);
-    TORCH_CHECK(read < numbers.size(), "Curves: saved curves must not be truncated");
-    return numbers[read++];
-  }
-  std::int64_t left() const { return std::ssize(numbers) - static_cast<std::int64_t>(read); }
-
-  /// Saves or loads the tensor. Call it after every `next` when saving, and before the first when loading.
-  void state() {
-    constexpr auto dtype = c10::CppTypeToScalarType<T>::value;
-    auto row = at::empty({std::ssize(numbers)}, at::TensorOptions(dtype));
-    std::copy(numbers.begin(), numbers.end(), row.template mutable_data_ptr<T>());
-    archive("packed." + name, row);
-    if (!archive.loading()) return;
-    TORCH_CHECK(row.scalar_type() == dtype && row.dim() == 1, "Curves: '", name, "' of saved curves must be a row of ",
-                dtype, ", got ", row.scalar_type(), row.sizes());
-    row = row.cpu().contiguous();
-    const auto* const first = row.template const_data_ptr<T>();
-    numbers.assign(first, first + row.numel());
-  }
-};
-
-GRADACCUM_INLINE void pack(CurvePiece& piece, NumbersInTurn<std::int64_t>& whole, NumbersInTurn<double>& real) {
-  for (auto* const number :
-       {&piece.first, &piece.last, &piece.finite, &piece.gaps, &piece.lowest.update, &piece.highest.update})
-    *number = whole.next(*number);
-  for (auto* const number : {&piece.lowest.value, &piece.highest.value, &piece.mean}) *number = real.next(*number);
+/// Removes the first numbers of a loaded row, and returns them.
+template <class T>
+std::span<const T> take(std::span<const T>& row, std::int64_t count) {
+  TORCH_CHECK(0 <= count && count <= std::ssize(row), "Curves: saved curves must not be truncated: ", count,
+              " more numbers are needed, got ", row.size());
+  const auto taken = row.first(static_cast<std::size_t>(count));
+  row = row.subspan(taken.size());
+  return taken;
 }
 
 }  // namespace detail
@@ -84,8 +71,7 @@ GRADACCUM_INLINE void Curve::add(std::int64_t update, double value) {
   if (!pieces_.empty() && update < pieces_.back().last)
     while (!pieces_.empty() && pieces_.back().last >= update) pieces_.pop_back();
   const bool finite = detail::is_finite(value);
-  const CurvePoint point{update, value};
-  append({update, update, finite, !finite, point, point, value});
+  append({update, update, finite, !finite, {update, value}, {update, value}, value});
   last_value_ = value;
   while (pieces_.size() > most_pieces) {
     ++level_;
@@ -100,128 +86,102 @@ GRADACCUM_INLINE void Curve::append(const CurvePiece& piece) {
 
 GRADACCUM_INLINE CurvePoint Curve::last() const { return {pieces_.empty() ? 0 : pieces_.back().last, last_value_}; }
 
-GRADACCUM_INLINE std::optional<CurvePoint> Curve::extreme(CurvePoint CurvePiece::*which) const {
-  CurvePiece all;
-  for (auto& piece : pieces_) detail::extend(all, piece);
-  return all.finite > 0 ? std::optional(all.*which) : std::nullopt;
-}
-
+/// Checks what `add` relies on: pieces in the order of their updates, whose numbers can be added.
 GRADACCUM_INLINE void Curve::check() const {
-  TORCH_CHECK(0 <= level_ && level_ < 63, "Curves: the level of a saved curve must be in [0, 62], got ", level_);
-  TORCH_CHECK(pieces_.size() <= most_pieces, "Curves: a saved curve must have at most ", most_pieces, " pieces, got ",
-              pieces_.size());
+  TORCH_CHECK(0 <= level_ && level_ < 63 && !pieces_.empty() && pieces_.size() <= most_pieces, "Curves: a saved curve ",
+              "must have 1 to ", most_pieces, " pieces and a level in [0, 62], got ", pieces_.size(), " and ", level_);
   for (std::size_t i = 0; i < pieces_.size(); ++i) {
-    const auto& piece = pieces_[i];
-    const bool in_order =
-        piece.first <= piece.last && (i == 0 || pieces_[i - 1].last >> level_ < piece.first >> level_);
-    const bool counts = piece.finite >= 0 && piece.gaps >= 0 && piece.finite <= INT64_MAX / 1024 &&
-                        piece.gaps <= INT64_MAX / 1024 && piece.finite + piece.gaps > 0;
-    const double low = piece.lowest.value, mean = piece.mean, high = piece.highest.value;
-    const bool numbers = piece.finite == 0 || (detail::is_finite(low) && detail::is_finite(high));
-    TORCH_CHECK(in_order && counts && numbers, "Curves: piece ", i, " of a saved curve is invalid");
-    TORCH_CHECK(piece.finite == 0 || (!detail::is_nan(mean) && low <= mean && mean <= high), "Curves: piece ", i,
-                " of a saved curve must have lowest <= mean <= highest, got ", low, ", ", mean, " and ", high);
+    const auto& [first, last, finite, gaps, lowest, highest, mean] = pieces_[i];
+    const double low = lowest.value, high = highest.value;
+    const bool in_order = first <= last && (i == 0 || pieces_[i - 1].last >> level_ < first >> level_);
+    const bool counts = finite >= 0 && gaps >= 0 && std::max(finite, gaps) <= INT64_MAX / 1024 && finite + gaps > 0;
+    const bool numbers = detail::is_finite(low) && detail::is_finite(high) && !detail::is_nan(mean);
+    TORCH_CHECK(in_order && counts && (finite == 0 || (numbers && low <= mean && mean <= high)), "Curves: piece ", i,
+                " of a saved curve must follow the others, have points, and lowest <= mean <= highest: load another ",
+                "state. Got updates ", first, " to ", last, ", points ", finite, " and ", gaps, ", numbers ", low, ", ",
+                mean, " and ", high);
   }
-}
-
-GRADACCUM_INLINE Curve& Curves::at(std::string_view name) {
-  const auto found = indices_.find(name);
-  if (found != indices_.end()) return all_[found->second].curve;
-  indices_.emplace(std::string(name), all_.size());
-  return all_.emplace_back(Named{std::string(name), {}}).curve;
 }
 
 GRADACCUM_INLINE const Curve* Curves::find(std::string_view name) const {
-  const auto found = indices_.find(name);
-  return found == indices_.end() ? nullptr : &all_[found->second].curve;
+  const auto found = std::find_if(all_.begin(), all_.end(), [name](auto& one) { return one.name == name; });
+  return found == all_.end() ? nullptr : &found->curve;
 }
 
-/// Packs curves into three tensors. Names of metrics are saved as bytes, because texts of a state must be UTF-8 and
-/// names need not.
+GRADACCUM_INLINE Curve& Curves::at(std::string_view name) {
+  for (auto& [other, curve] : all_)
+    if (other == name) return curve;
+  return all_.emplace_back(Named{std::string(name), {}}).curve;
+}
+
+/// Names are saved as bytes, because texts of a state must be UTF-8 and names need not.
 GRADACCUM_INLINE void Curves::state(Archive& archive) {
-  const bool loading = archive.loading();
-  auto all = loading ? std::vector<Named>() : all_;
-  detail::NumbersInTurn<std::uint8_t> names{archive, "names"};
-  detail::NumbersInTurn<std::int64_t> whole{archive, "whole"};
-  detail::NumbersInTurn<double> real{archive, "real"};
-  const auto rows = [&] {
-    names.state();
-    whole.state();
-    real.state();
-  };
-  if (loading) rows();
-  for (std::size_t i = 0; loading ? whole.left() > 0 : i < all.size(); ++i) {
-    auto& [name, curve] = loading ? all.emplace_back() : all[i];
-    const auto letters = whole.next(std::ssize(name));
-    curve.level_ = whole.next(curve.level_);
-    const auto pieces = whole.next(std::ssize(curve.pieces_));
-    TORCH_CHECK(letters >= 0 && pieces >= 0, "Curves: a saved curve must have a name and pieces, got ", letters,
-                " and ", pieces);
-    TORCH_CHECK(!loading || (letters <= names.left() && pieces <= whole.left() / 6),  // six numbers each
-                "Curves: saved curves must not be truncated");
-    name.resize(static_cast<std::size_t>(letters));
-    curve.pieces_.resize(static_cast<std::size_t>(pieces));
-    for (char& letter : name) letter = static_cast<char>(names.next(static_cast<std::uint8_t>(letter)));
-    curve.last_value_ = real.next(curve.last_value_);
-    for (auto& piece : curve.pieces_) detail::pack(piece, whole, real);
+  std::vector<std::uint8_t> names;
+  std::vector<std::int64_t> whole;
+  std::vector<double> real;
+  for (auto& [name, curve] : all_) {
+    names.insert(names.end(), name.begin(), name.end());
+    whole.insert(whole.end(), {std::ssize(name), curve.level_, std::ssize(curve.pieces_)});
+    real.push_back(curve.last_value_);
+    for (auto& [first, last, finite, gaps, lowest, highest, mean] : curve.pieces_) {
+      whole.insert(whole.end(), {first, last, finite, gaps, lowest.update, highest.update});
+      real.insert(real.end(), {lowest.value, highest.value, mean});
+    }
+  }
+  detail::row_state(archive, "names", names);
+  detail::row_state(archive, "whole", whole);
+  detail::row_state(archive, "real", real);
+  if (archive.loading()) archive.when_all_fit([this, loaded = unpacked(names, whole, real)] { *this = loaded; });
+}
+
+GRADACCUM_INLINE Curves Curves::unpacked(std::span<const std::uint8_t> names, std::span<const std::int64_t> whole,
+                                         std::span<const double> real) {
+  Curves loaded;
+  while (!whole.empty()) {
+    const auto head = detail::take(whole, 3);
+    const auto name = detail::take(names, head[0]);
+    auto& curve = loaded.at(std::string(name.begin(), name.end()));
+    curve.level_ = head[1];
+    curve.last_value_ = detail::take(real, 1)[0];
+    for (std::int64_t i = 0; i < head[2]; ++i) {
+      const auto counts = detail::take(whole, 6);
+      const auto values = detail::take(real, 3);
+      curve.pieces_.push_back(
+          {counts[0], counts[1], counts[2], counts[3], {counts[4], values[0]}, {counts[5], values[1]}, values[2]});
+    }
     curve.check();
   }
-  if (!loading) return rows();
-  TORCH_CHECK(names.left() == 0 && real.left() == 0, "Curves: saved curves must have as many numbers as they say");
-  Curves loaded;
-  for (auto& [name, curve] : all) loaded.at(name) = std::move(curve);
-  archive.when_all_fit([this, loaded = std::move(loaded)] { *this = loaded; });
+  TORCH_CHECK(names.empty() && real.empty(), "Curves: saved curves must have as many numbers as they say");
+  return loaded;
 }
 
 namespace detail {
 
-/// Returns the time as `2026-01-31 23:59:59 UTC`.
-GRADACCUM_INLINE std::string time_text() {
-  const auto now = std::time(nullptr);
-  std::tm parts{};
-  std::array<char, 64> text{};
-  if (!gmtime_r(&now, &parts)) return "";
-  return {text.data(), std::strftime(text.data(), text.size(), "%Y-%m-%d %H:%M:%S UTC", &parts)};
-}
-
-/// Shortens a text of any bytes. `dump` replaces invalid UTF-8, such as a character that is cut in two.
-GRADACCUM_INLINE nlohmann::json json_text(std::string_view text, std::size_t most_bytes = 200) {
-  return std::string(text.substr(0, most_bytes)) + (text.size() > most_bytes ? "…" : "");
-}
-
-/// Returns NaN and infinities as texts, because JSON has only finite numbers.
+/// Returns whole numbers as such, and NaN and infinities as texts, because JSON has only finite numbers.
 GRADACCUM_INLINE nlohmann::json json_number(double number) {
-  if (detail::is_finite(number)) return number;
-  return detail::is_nan(number) ? "NaN" : number > 0 ? "∞" : "−∞";
-}
-
-GRADACCUM_INLINE nlohmann::json json_number(const std::optional<double>& number) {
-  return number ? nlohmann::json(*number) : nlohmann::json();
+  if (!is_finite(number)) return is_nan(number) ? "NaN" : number > 0 ? "∞" : "−∞";
+  if (std::abs(number) < 1e15 && std::trunc(number) == number) return static_cast<std::int64_t>(number);
+  return number;
 }
 
 /// Returns `[name, last value, pieces]`. A piece without finite numbers has no mean and no extremes.
 GRADACCUM_INLINE nlohmann::json json_curve(const Curves::Named& named) {
   auto pieces = nlohmann::json::array();
-  for (auto& piece : named.curve.pieces()) {
-    const auto finite = [&piece](double number) { return piece.finite > 0 ? json_number(number) : nlohmann::json(); };
-    pieces.push_back({piece.first, piece.last, finite(piece.mean), finite(piece.lowest.value),
-                      finite(piece.highest.value), piece.lowest.update, piece.highest.update, piece.gaps});
+  for (auto& [first, last, finite, gaps, lowest, highest, mean] : named.curve.pieces()) {
+    pieces.push_back({first, last, mean, lowest.value, highest.value, lowest.update, highest.update, gaps});
+    if (finite == 0) pieces.back()[2] = pieces.back()[3] = pieces.back()[4] = nullptr;
   }
-  return {json_text(named.name), json_number(named.curve.last().value), std::move(pieces)};
+  return {named.name, json_number(named.curve.last().value), std::move(pieces)};
 }
 
-/// Adds a row, or replaces the row of that name. Names are shortened later.
+/// Adds a row, or replaces the row of that name.
 GRADACCUM_INLINE void put_row(nlohmann::json& rows, nlohmann::json row) {
   const auto same = std::find_if(rows.begin(), rows.end(), [&row](auto& other) { return other[0] == row[0]; });
   (same == rows.end() ? rows.emplace_back() : *same) = std::move(row);
 }
 
-GRADACCUM_INLINE nlohmann::json with_short_names(nlohmann::json rows, std::size_t most_bytes = 200) {
-  for (auto& row : rows) row[0] = json_text(row[0].get_ref<const std::string&>(), most_bytes);
-  return rows;
-}
-
-/// Inserts the JSON into the page, as ASCII without `<`, the only character that could end its element.
+/// Inserts the JSON into the page, as ASCII without `<`, the only character that could end its element. Texts may be of
+/// any bytes: invalid UTF-8 is replaced.
 GRADACCUM_INLINE std::string page_text(const nlohmann::json& content) {
   std::string text(page_before_json);
   for (const char c : content.dump(-1, ' ', true, nlohmann::json::error_handler_t::replace))
@@ -229,21 +189,17 @@ GRADACCUM_INLINE std::string page_text(const nlohmann::json& content) {
   return text.append(page_after_json);
 }
 
-GRADACCUM_INLINE std::filesystem::path part_of(std::filesystem::path path) { return path += ".part"; }
-
-/// Writes a page to a temporary file in the same directory, without waiting for the disk.
-GRADACCUM_INLINE void write_part(const std::filesystem::path& path, std::string_view text) {
-  const NoFileSizeSignal no_signal;
+/// Replaces the file of a page, without waiting for the disk. Only tries whether that can be done if the page is empty.
+GRADACCUM_INLINE void write_page(const std::filesystem::path& path, const nlohmann::json& content) {
   make_directory(path.parent_path());
-  const auto part = part_of(path);
-  auto* const file = std::fopen(part.c_str(), "wbe");
-  if (!file) file_error(path, "must be written beside, as " + part.filename().string(), errno);
-  const bool is_whole = std::fwrite(text.data(), 1, text.size(), file) == text.size();
-  const int error = errno;
-  if (std::fclose(file) == 0 && is_whole) return;
-  const int why = is_whole ? errno : error;
-  std::remove(part.c_str());
-  file_error(path, "must be written", why);
+  auto part = path;
+  part += ".part";
+  make_and_rename(part, content.empty() ? part : path, [&] {
+    const auto text = page_text(content);
+    std::ofstream file(part, std::ios::binary);
+    if (!file.write(text.data(), std::ssize(text)).flush()) file_error(path, "must be written", errno);
+  });
+  if (content.empty()) std::filesystem::remove(part);
 }
 
 }  // namespace detail
@@ -251,21 +207,17 @@ GRADACCUM_INLINE void write_part(const std::filesystem::path& path, std::string_
 /// Contents of a page except its progress. Its own run is the first. Callers hold references to the runs' curves, and a
 /// deque does not move them.
 struct RunPage::Content {
-  struct Run {
-    std::string name = {};
-    Curves curves = {};
-  };
-  std::deque<Run> runs = std::deque<Run>(1);
+  std::deque<std::pair<std::string, Curves>> runs = {{}};
   nlohmann::json tiles = nlohmann::json::array(), numbers = tiles, settings = tiles;
 };
 
+/// Tries to write the page, which is not empty, so that a full disk is found.
 GRADACCUM_INLINE RunPage::RunPage(RunPageOptions options)
     : options_(std::move(options)), content_(std::make_unique<Content>()) {
   TORCH_CHECK(!options_.path.empty(), "RunPage: path must be given");
   TORCH_CHECK(options_.every.count() >= 0, "RunPage: every must be >= 0 s, got ", options_.every.count(), " s");
   if (std::filesystem::is_directory(options_.path)) detail::file_error(options_.path, "must be a file", EISDIR);
-  detail::write_part(options_.path, detail::page_text({}));  // not empty, to detect a full disk
-  std::remove(detail::part_of(options_.path).c_str());
+  detail::write_page(options_.path, {});
 }
 
 GRADACCUM_INLINE RunPage::~RunPage() {
@@ -277,35 +229,27 @@ GRADACCUM_INLINE RunPage::~RunPage() {
 }
 
 GRADACCUM_INLINE void RunPage::add(std::string_view curve, std::int64_t update, double value) {
-  content_->runs.front().curves.add(curve, update, value);
+  content_->runs.front().second.add(curve, update, value);
 }
 
 GRADACCUM_INLINE Curves& RunPage::add_run(std::string name, Curves curves) {
-  return content_->runs.emplace_back(Content::Run{std::move(name), std::move(curves)}).curves;
+  return content_->runs.emplace_back(std::move(name), std::move(curves)).second;
 }
 
 GRADACCUM_INLINE void RunPage::set(std::string_view name, std::string text) {
-  detail::put_row(content_->settings, {name, detail::json_text(text, 5000)});
+  detail::put_row(content_->settings, {name, text});
 }
 
 GRADACCUM_INLINE void RunPage::tile(std::string_view name, std::string text, std::string note) {
-  detail::put_row(content_->tiles, {name, detail::json_text(text, 60), detail::json_text(note)});
+  detail::put_row(content_->tiles, {name, text, note});
 }
 
 GRADACCUM_INLINE void RunPage::tile(std::string_view name, double value, std::string note) {
-  detail::put_row(content_->tiles, {name, detail::json_number(value), detail::json_text(note)});
+  detail::put_row(content_->tiles, {name, detail::json_number(value), note});
 }
 
 GRADACCUM_INLINE void RunPage::number(std::string_view name, double value, std::string text) {
-  detail::put_row(content_->numbers, {name, detail::json_number(value), detail::json_text(text)});
-}
-
-GRADACCUM_INLINE void RunPage::whole_number(std::string_view name, std::int64_t value, std::string text) {
-  detail::put_row(content_->numbers, {name, value, detail::json_text(text)});
-}
-
-GRADACCUM_INLINE double RunPage::seconds() const {
-  return seconds_before_ + std::chrono::duration<double>(Clock::now() - start_).count();
+  detail::put_row(content_->numbers, {name, detail::json_number(value), text});
 }
 
 GRADACCUM_INLINE bool RunPage::is_due() const { return !written_ || Clock::now() - *written_ >= options_.every; }
@@ -326,12 +270,15 @@ GRADACCUM_INLINE void RunPage::end(RunEnd how, std::string reason, const RunProg
   write(names.at(static_cast<std::size_t>(how)), reason, last);
 }
 
+GRADACCUM_INLINE double RunPage::seconds() const {
+  return seconds_before_ + std::chrono::duration<double>(Clock::now() - start_).count();
+}
+
 /// Extrapolates the speed since the first known progress.
 GRADACCUM_INLINE std::optional<double> RunPage::seconds_left(double seconds) {
-  if (!fraction_) return std::nullopt;
-  if (!first_) first_ = RunProgress{.fraction = *fraction_, .seconds = seconds};
-  const double done = *fraction_ - *first_->fraction;
-  return done > 0 ? std::optional((seconds - *first_->seconds) * (1 - *fraction_) / done) : std::nullopt;
+  if (!first_.fraction) first_ = {.fraction = fraction_, .seconds = seconds};
+  const double done = fraction_.value_or(0) - first_.fraction.value_or(0);
+  return done > 0 ? std::optional((seconds - *first_.seconds) * (1 - *fraction_) / done) : std::nullopt;
 }
 
 GRADACCUM_INLINE void RunPage::write(std::string_view state, std::string_view reason, const RunProgress& progress) {
@@ -343,35 +290,34 @@ GRADACCUM_INLINE void RunPage::write(std::string_view state, std::string_view re
   for (auto& [name, curves] : content_->runs) {
     auto all = nlohmann::json::array();
     for (auto& named : curves.all()) all.push_back(detail::json_curve(named));
-    runs.push_back({{"name", detail::json_text(name)}, {"curves", std::move(all)}});
+    runs.push_back({{"name", name}, {"curves", std::move(all)}});
   }
-  const auto text = detail::page_text({{"title", detail::json_text(options_.title)},
-                                       {"state", state},
-                                       {"reason", detail::json_text(reason, 300)},
-                                       {"fraction", detail::json_number(fraction_)},
-                                       {"seconds", seconds},
-                                       {"left", detail::json_number(seconds_left(seconds))},
-                                       {"refresh", std::clamp(options_.every.count(), 1.0, 3600.0)},
-                                       {"written", detail::time_text()},
-                                       {"tiles", detail::with_short_names(content_->tiles, 60)},
-                                       {"numbers", detail::with_short_names(content_->numbers)},
-                                       {"settings", detail::with_short_names(content_->settings)},
-                                       {"runs", std::move(runs)}});
-  detail::write_part(options_.path, text);
-  detail::make_and_rename(detail::part_of(options_.path), options_.path, [] {});
+  const auto known = [](std::optional<double> number) { return number ? nlohmann::json(*number) : nlohmann::json(); };
+  detail::write_page(options_.path, {{"title", options_.title},
+                                     {"state", state},
+                                     {"reason", reason},
+                                     {"fraction", known(fraction_)},
+                                     {"seconds", seconds},
+                                     {"left", known(seconds_left(seconds))},
+                                     {"refresh", std::clamp(options_.every.count(), 1.0, 3600.0)},
+                                     {"written", std::time(nullptr)},
+                                     {"tiles", content_->tiles},
+                                     {"numbers", content_->numbers},
+                                     {"settings", content_->settings},
+                                     {"runs", std::move(runs)}});
 }
 
 GRADACCUM_INLINE void RunPage::restart() {
   start_ = Clock::now();
   seconds_before_ = 0;
-  first_.reset();
+  first_ = {};
 }
 
-GRADACCUM_INLINE const Curves& RunPage::curves() const { return content_->runs.front().curves; }
+GRADACCUM_INLINE const Curves& RunPage::curves() const { return content_->runs.front().second; }
 
 GRADACCUM_INLINE void RunPage::state(Archive& archive) {
   double so_far = seconds();
-  archive("curves", content_->runs.front().curves);
+  archive("curves", content_->runs.front().second);
   archive("seconds", so_far);
   if (!archive.loading()) return;
   archive.when_all_fit([this, so_far] {
