@@ -36,6 +36,7 @@
 #include <gradaccum/impl/parallel/process_group.ipp>
 #include <gradaccum/impl/parallel/rendezvous.ipp>
 #include <gradaccum/impl/parallel/replicas.ipp>
+#include <gradaccum/impl/parallel/shards.ipp>
 #include <gradaccum/impl/policies/accumulate.ipp>
 #include <gradaccum/impl/policies/clip.ipp>
 #include <gradaccum/impl/policies/data_parallel.ipp>
@@ -52,6 +53,7 @@
 #include <gradaccum/impl/policies/tensorboard.ipp>
 #include <gradaccum/impl/policies/validate.ipp>
 #include <gradaccum/impl/saving/background_saver.ipp>
+#include <gradaccum/impl/saving/optimizer_state.ipp>
 #include <gradaccum/impl/saving/training_state.ipp>
 #include <gradaccum/impl/scaling/amp_scaler.ipp>
 #include <gradaccum/impl/state/archive.ipp>
@@ -77,7 +79,6 @@
 #include <gradaccum/impl/window/multiplier.ipp>
 #include <gradaccum/impl/window/open_window.ipp>
 #include <gradaccum/impl/window/optimizer_facade.ipp>
-#include <gradaccum/impl/window/shards.ipp>
 #include <gradaccum/impl/window/step_in_backward.ipp>
 #include <gradaccum/impl/window/window_gradients.ipp>
 #include <gradaccum/impl/window/window_sums.ipp>

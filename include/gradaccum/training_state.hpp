@@ -3,6 +3,7 @@
 
 #include <gradaccum/archive.hpp>
 #include <gradaccum/detail/optimizers/param_states.hpp>
+#include <gradaccum/detail/saving/optimizer_state.hpp>
 #include <gradaccum/detail/state/pieces.hpp>
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/gradients.hpp>

@@ -4,7 +4,7 @@
 #include <gradaccum/amp_scaler.hpp>
 #include <gradaccum/detail/optimizers/param_states.hpp>
 #include <gradaccum/detail/state/pieces.hpp>
-#include <gradaccum/detail/window/shards.hpp>
+#include <gradaccum/detail/parallel/shards.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/io/state_folder.hpp>
 #include <gradaccum/memory_meter.hpp>

@@ -58,7 +58,7 @@ module(compilation PUBLIC compiled_step exported_model graphed_step
 module(metrics PUBLIC metrics
                   USES types kernels state window watching)
 module(saving PUBLIC background_saver training_state
-                  USES types kernels state window optimizers io)
+                  USES types kernels state window optimizers io parallel metrics)
 module(training PUBLIC fit_options policy trainer_base
                   USES types kernels memory state window optimizers data watching metrics saving)
 module(policies PUBLIC policies policies/ trainer

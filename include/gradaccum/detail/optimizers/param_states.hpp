@@ -50,11 +50,8 @@ at::Tensor dense_of(const at::Tensor& moments, std::int64_t zero = 0);
 /// Throws if the optimizer's state cannot be saved, or if one of its parameters has no name.
 void check_has_named_state(torch::optim::Optimizer& optimizer, const NamedParameters& parameters);
 
-/// Saves or loads the state of LibTorch's and this library's optimizers by parameter name, and the options of their
-/// groups. With `shards`, saves only this rank's pieces. Loads a state that was saved whole or in pieces.
-void archive_optimizer(Archive& archive, torch::optim::Optimizer& optimizer, const NamedParameters& parameters,
-                       Shards* shards = nullptr);
-
+/// Saves or loads the options of all groups.
+void archive_groups(Archive& archive, torch::optim::Optimizer& optimizer);
 /// Returns the options of all groups by name, such as group0.lr; empty for classes whose options cannot be saved.
 Archive::Values options_of(torch::optim::Optimizer& optimizer);
 /// Sets options with the names that options_of() returns.

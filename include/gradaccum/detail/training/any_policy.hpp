@@ -174,8 +174,8 @@ std::shared_ptr<PolicyRun> started_and_kept(std::shared_ptr<Run>& kept, Given&&.
   return run;
 }
 
-/// The policies of a Trainer, whose hooks are called in their order. Policies of several ranks come first: what they do
-/// on all ranks precedes what others do on one, and at an epoch's end all see equal buffers.
+/// The policies of a Trainer, whose hooks are called in their order. Policies of several ranks come first: their work
+/// on all ranks precedes that of others on one, and at an epoch's end all see equal buffers.
 class PolicyList {
  public:
   void add(std::unique_ptr<AnyPolicy> policy) {
@@ -189,7 +189,7 @@ class PolicyList {
     return nullptr;
   }
 
-  /// Attaches all policies, starts the runs of those that have one, and then calls what when_started() has noted.
+  /// Attaches all policies, starts their runs, and then calls the functions of when_started().
   void start(TrainerBase& trainer) {
     for (auto& policy : list_)
       if (policy->attach) policy->attach(*policy, trainer);

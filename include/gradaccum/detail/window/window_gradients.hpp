@@ -19,7 +19,6 @@
 
 namespace gradaccum::detail {
 
-class Shards;
 
 /// The object behind a `Gradients` handle: one window's gradients, their deferred factor, and their norms. It holds
 /// only separate sums, not `.grad`, so gradients that the user clears are freed immediately.
@@ -64,7 +63,7 @@ class WindowGradients : public std::enable_shared_from_this<WindowGradients> {
   void set_elsewhere() { place_ = Place::elsewhere; }
   bool elsewhere() const { return place_ == Place::elsewhere; }
   /// Replaces the window by this rank's pieces, with their sums by parameter; undefined if there is none.
-  void divide(const Shards& shards, const std::vector<at::Tensor>& sums);
+  void divide(const std::vector<at::Tensor>& own_pieces, const std::vector<at::Tensor>& sums);
   /// The norm of the gradients before the factor, and whether all are finite: for this rank's pieces, or for all.
   struct Measure {
     double norm = 0;

@@ -8,7 +8,7 @@
 #include <gradaccum/detail/state/pieces.hpp>
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/detail/window/open_window.hpp>
-#include <gradaccum/detail/window/shards.hpp>
+#include <gradaccum/detail/parallel/shards.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 
 #include <ATen/core/grad_mode.h>
@@ -446,7 +446,7 @@ class GradReduceScatter final : public GradientExchange {
       if (divisor != 1) sum.div_(divisor);
       sum = as_gradient(index, std::move(sum));
     }
-    window_->divide(*shards_, sums_);
+    window_->divide(shards_->own(), sums_);
     sums_.clear();
   }
 

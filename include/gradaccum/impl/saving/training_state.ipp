@@ -5,6 +5,7 @@
 #include <gradaccum/training_state.hpp>
 
 #include <gradaccum/detail/window/communicator.hpp>
+#include <gradaccum/metrics.hpp>
 
 #include <c10/util/StringUtil.h>
 

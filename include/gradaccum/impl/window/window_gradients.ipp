@@ -4,8 +4,6 @@
 
 #include <gradaccum/detail/window/window_gradients.hpp>
 
-#include <gradaccum/detail/window/shards.hpp>
-
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/stack.h>
@@ -48,10 +46,11 @@ GRADACCUM_INLINE std::shared_ptr<WindowGradients> WindowGradients::part(const st
   return part;
 }
 
-GRADACCUM_INLINE void WindowGradients::divide(const Shards& shards, const std::vector<at::Tensor>& sums) {
+GRADACCUM_INLINE void WindowGradients::divide(const std::vector<at::Tensor>& own_pieces,
+                                              const std::vector<at::Tensor>& sums) {
   for (auto place : sums_.places()) sums_.forget(place);  // frozen parameters: not sent
   WindowSums own;
-  own.set_parameters(shards.own());
+  own.set_parameters(own_pieces);
   for (std::size_t place = 0; place < sums.size(); ++place)
     if (sums[place].defined()) own.set(place, sums[place]);
   sums_ = std::move(own);

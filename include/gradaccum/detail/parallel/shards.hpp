@@ -88,5 +88,5 @@ class Shards {
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/window/shards.ipp>
+#include <gradaccum/impl/parallel/shards.ipp>
 #endif

@@ -2,7 +2,7 @@
 // Divides parameters among ranks, and lets an optimizer step this rank's pieces.
 #pragma once
 
-#include <gradaccum/detail/window/shards.hpp>
+#include <gradaccum/detail/parallel/shards.hpp>
 
 #include <gradaccum/detail/window/seen_tensor.hpp>
 #include <gradaccum/gradients.hpp>
