@@ -28,7 +28,7 @@
 ///
 /// - on the CPU by `step_on_cpu`: SIMD kernels in one parallel loop; a sparse gradient steps only its own rows;
 /// - on a device by `plan_steps`, which adds to a `StepPlan`, per parameter, the library's kernels (`add_kernel_steps`)
-///   or ATen's operations (`plan_aten_steps`).
+///   or, for Adam and SGD only, ATen's operations (`plan_aten_steps`).
 namespace gradaccum::detail {
 
 /// The rows of a table that one step by a sparse gradient reads: steps.ipp.
@@ -203,9 +203,10 @@ at::Tensor is_skipped_on(at::Device device, const Multiplier& multiplier);
 /// Rounds float32 numbers stochastically to adjacent bfloat16 values. `random_bits` (int32) and `is_nan` are scratch.
 void round_stochastically_(const at::Tensor& numbers, std::uint64_t key, at::Tensor random_bits, at::Tensor is_nan);
 
-/// Adds steps by this library's kernels if they support the dtypes, else by ATen. Does not synchronize.
+/// Adds steps by this library's kernels if they support the dtypes, else by ATen. Throws for steps that ATen lacks,
+/// with the name of the optimizer's class. Does not synchronize.
 template <class Step>
-void plan_steps(StepPlan& plan, const std::vector<Step>& steps, const Multiplier& multiplier);
+void plan_steps(StepPlan& plan, const std::vector<Step>& steps, const Multiplier& multiplier, const char* optimizer);
 
 }  // namespace gradaccum::detail
 

@@ -242,11 +242,11 @@ void OnePass::run_steps(detail::StepPlan plan, const detail::Multiplier& multipl
   bool any_on_cpu = false;
   const auto plan_for_devices = [&](const auto& all) {
     const auto on_cpu = [](auto& step) { return step.parameter.is_cpu(); };
-    if (std::ranges::none_of(all, on_cpu)) return plan_steps(plan, all, multiplier);
+    if (std::ranges::none_of(all, on_cpu)) return plan_steps(plan, all, multiplier, class_name());
     any_on_cpu = true;
     std::remove_cvref_t<decltype(all)> on_devices;
     std::ranges::remove_copy_if(all, std::back_inserter(on_devices), on_cpu);
-    if (!on_devices.empty()) plan_steps(plan, on_devices, multiplier);
+    if (!on_devices.empty()) plan_steps(plan, on_devices, multiplier, class_name());
   };
   (plan_for_devices(steps), ...);
   const double on_host = any_on_cpu ? detail::host_number(multiplier) : 1;

@@ -19,6 +19,7 @@
 #include <ATen/ops/_fused_adamw.h>
 #include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
+#include <ATen/ops/bucketize.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
@@ -26,10 +27,8 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/index_select.h>
-#include <ATen/ops/minimum.h>
 #include <ATen/ops/ne.h>
 #include <ATen/ops/scalar_tensor.h>
-#include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
@@ -95,8 +94,9 @@ GRADACCUM_INLINE at::Tensor rows_in_use(std::int64_t number, const std::vector<M
   return at::cat(found);
 }
 
-/// The rows of a table that a step with a sparse gradient reads. The step is bitwise equal to the dense step in all rows
-/// that the dense step would change. Moments are sparse tensors of the rows that have had a gradient; other rows are 0.
+/// The rows of a table that a step with a sparse gradient reads. The step is bitwise equal to the dense step in all
+/// rows that the dense step would change. Moments are sparse tensors of the rows that have had a gradient; other rows
+/// are 0.
 class StepRows {
  public:
   /// Collects the rows. `moments` must be all that the parameter has.
@@ -656,7 +656,7 @@ struct StepPart {
 
 /// Adafactor's kernels use rows and columns.
 template <class Step>
-DeviceOperand operand_of(const Step& step, bool by_kernel = false) {
+DeviceOperand operand_of(const Step& step, bool by_kernel) {
   return {step.parameter, step.gradient, step.rounding_key, by_kernel,
           /*row_major=*/by_kernel && std::is_same_v<Step, AdafactorStep>};
 }
@@ -664,8 +664,7 @@ DeviceOperand operand_of(const Step& step, bool by_kernel = false) {
 /// Splits steps into batches for one operation each: of one device, equal settings and, except for our own kernels, one
 /// dtype (16-bit ones are computed in float32). Limits the memory for copies, for which large steps are split.
 template <class Step>
-std::vector<std::vector<StepPart<Step>>> batches_of(const std::vector<Step>& steps, bool multiplied,
-                                                    bool by_kernel = false) {
+std::vector<std::vector<StepPart<Step>>> batches_of(const std::vector<Step>& steps, bool multiplied, bool by_kernel) {
   std::vector<std::vector<StepPart<Step>>> batches;
   std::int64_t copied = 0;
   const auto add = [&](const Step& step, const Extent& extent, std::int64_t more) {
@@ -712,20 +711,15 @@ class BatchStep final : public DeviceStep {
   Body body_;
 };
 
-template <class Step, class Body>
-void add_batch(StepPlan& plan, std::vector<StepPart<Step>> batch, const Multiplier& multiplier, Body body,
-               bool by_kernel = false) {
-  const auto device = batch.front().step.parameter.device();
-  plan.add(device, std::make_unique<BatchStep<Step, Body>>(std::move(batch), multiplier, std::move(body), by_kernel));
-}
-
 /// Adds steps in batches, whose bodies `body_for(batch, device)` makes. Our own kernels apply the factor themselves.
 template <class Step, class BodyFor>
 void add_batches(StepPlan& plan, const std::vector<Step>& steps, const Multiplier& multiplier, bool by_kernel,
                  const BodyFor& body_for) {
   for (auto& batch : batches_of(steps, !by_kernel && !multiplier.is_one(), by_kernel)) {
-    auto body = body_for(batch, batch.front().step.parameter.device());
-    add_batch(plan, std::move(batch), by_kernel ? Multiplier() : multiplier, std::move(body), by_kernel);
+    const auto device = batch.front().step.parameter.device();
+    auto body = body_for(batch, device);
+    plan.add(device, std::make_unique<BatchStep<Step, decltype(body)>>(
+                         std::move(batch), by_kernel ? Multiplier() : multiplier, std::move(body), by_kernel));
   }
 }
 
@@ -776,7 +770,7 @@ void add_kernel_steps(StepPlan& plan, const std::vector<Step>& steps, const Mult
   });
 }
 
-/// ATen's fused operation on lists of tensors of one device and dtype. It does not advance the device's step count.
+/// Runs ATen's fused operation for a batch. It does not advance the device's step count.
 class FusedAdam {
  public:
   FusedAdam(const AdamSettings& by, const Multiplier& multiplier, at::Device device)
@@ -788,15 +782,21 @@ class FusedAdam {
       count_.sub_(multiplier.skipped_steps.to(device, /*non_blocking=*/true)).clamp_min_(1);
   }
 
-  void operator()(at::TensorList parameters, at::TensorList gradients, at::TensorList exp_avgs,
-                  at::TensorList exp_avg_sqs, at::TensorList max_exp_avg_sqs) const {
-    const std::vector<at::Tensor> counts(parameters.size(), count_);
+  void operator()(const std::vector<StepPart<AdamStep>>& batch, at::TensorList parameters,
+                  at::TensorList gradients) const {
+    std::vector<at::Tensor> m, v, x;
+    for (auto& [step, extent] : batch) {
+      m.push_back(as_real(extent.of(step.exp_avg)));
+      v.push_back(as_real(extent.of(step.exp_avg_sq)));
+      if (by_.amsgrad) x.push_back(as_real(extent.of(step.max_exp_avg_sq)));
+    }
+    const std::vector<at::Tensor> counts(batch.size(), count_);
     using Fused = void(at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList,
                        double, double, double, double, double, bool, bool, const std::optional<at::Tensor>&,
                        const std::optional<at::Tensor>&);
     auto* const fused = by_.decoupled ? static_cast<Fused*>(at::_fused_adamw_) : static_cast<Fused*>(at::_fused_adam_);
-    fused(parameters, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, counts, by_.lr, by_.beta1, by_.beta2,
-          by_.weight_decay, by_.eps, by_.amsgrad, /*maximize=*/false, std::nullopt, found_inf_);
+    fused(parameters, gradients, m, v, x, counts, by_.lr, by_.beta1, by_.beta2, by_.weight_decay, by_.eps, by_.amsgrad,
+          /*maximize=*/false, std::nullopt, found_inf_);
   }
 
  private:
@@ -807,18 +807,8 @@ class FusedAdam {
 
 GRADACCUM_INLINE void plan_aten_steps(StepPlan& plan, const std::vector<AdamStep>& steps,
                                       const Multiplier& multiplier) {
-  add_batches(plan, steps, multiplier, /*by_kernel=*/false, [&](auto& steps_of_batch, at::Device device) {
-    const auto& by = steps_of_batch.front().step.settings;
-    return [fused = FusedAdam(by, multiplier, device), amsgrad = by.amsgrad](
-               const std::vector<StepPart<AdamStep>>& batch, at::TensorList p, at::TensorList g) {
-      std::vector<at::Tensor> m, v, x;
-      for (auto& [step, extent] : batch) {
-        m.push_back(as_real(extent.of(step.exp_avg)));
-        v.push_back(as_real(extent.of(step.exp_avg_sq)));
-        if (amsgrad) x.push_back(as_real(extent.of(step.max_exp_avg_sq)));
-      }
-      fused(p, g, m, v, x);
-    };
+  add_batches(plan, steps, multiplier, /*by_kernel=*/false, [&](auto& batch, at::Device device) {
+    return FusedAdam(batch.front().step.settings, multiplier, device);
   });
 }
 
@@ -842,74 +832,38 @@ GRADACCUM_INLINE Codes zero_codes(const at::Tensor& like, bool is_signed) {
           at::zeros({blocks_of(like)}, like.options().dtype(at::kFloat))};
 }
 
-/// Returns a 1-D view of a plain tensor in memory order.
-GRADACCUM_INLINE at::Tensor flat(const at::Tensor& plain) { return plain.as_strided({plain.numel()}, {1}); }
-/// Decodes and encodes moments on a device.
-class Coding {
- public:
-  Coding(bool is_signed, at::Device device) : zero_(is_signed ? zero_code : 0) {
-    const auto& map = is_signed ? signed_map() : second_moment_map();
-    // The midpoints of successive values: the code of a number is the count of those below it.
-    std::array<float, 256> middles{};
-    for (std::size_t i = 0; i < 255; ++i) middles[i] = map.values[i] + (map.values[i + 1] - map.values[i]) / 2;
-    if (!is_signed) middles[0] = 0;  // second moments
-    const auto both = copied_to(
-        device, at::stack({at::tensor(at::ArrayRef<float>(map.values)), at::tensor(at::ArrayRef<float>(middles))}));
-    values_ = both[0];
-    middles_ = both[1].slice(0, 0, 255);
-  }
+/// Returns a plain tensor's elements in memory order, as whole blocks, the last of which ends with zeros.
+GRADACCUM_INLINE at::Tensor blocks_in(const at::Tensor& plain) {
+  const auto blocks = blocks_of(plain);
+  const auto missing = blocks * eight_bit_block - plain.numel();
+  return at::constant_pad_nd(plain.as_strided({plain.numel()}, {1}), {0, missing}).view({blocks, eight_bit_block});
+}
 
-  at::Device device() const { return values_.device(); }
-
-  /// Decodes whole blocks into `numbers`; `codes` may end before. `indices` is int32 scratch of equal size.
-  void decode(const Codes& codes, at::Tensor numbers, const at::Tensor& indices) const {
-    indices.fill_(zero_);
-    indices.slice(0, 0, codes.codes.numel()).copy_(codes.codes);
-    at::index_select_out(numbers, values_, 0, indices);
-    numbers.view({-1, eight_bit_block}).mul_(codes.scales.unsqueeze(1));
-  }
-
-  /// Encodes `numbers`, and overwrites them. `indices` and `usable`, a bool for each block, are scratch.
-  void encode(const at::Tensor& numbers, Codes codes, at::Tensor indices, at::Tensor usable) const {
-    const auto blocks = numbers.view({-1, eight_bit_block});
-    auto magnitudes = indices.view(at::kFloat);
-    auto shaped = magnitudes.view({-1, eight_bit_block});
-    at::abs_out(shaped, blocks);
-    at::amax_out(codes.scales, shaped, {1});
-    auto by = magnitudes.slice(0, 0, codes.scales.numel());
-    at::reciprocal_out(by, codes.scales);
-    at::ge_out(usable, codes.scales, std::numeric_limits<float>::min());
-    by.masked_fill_(usable.logical_not_(), 0);
-    blocks.mul_(by.unsqueeze(1));
-    at::bucketize_out(indices, numbers, middles_, /*out_int32=*/true);
-    codes.codes.copy_(indices.slice(0, 0, codes.codes.numel()));
-  }
-
- private:
-  std::int64_t zero_;
-  at::Tensor values_, middles_;
-};
-
-GRADACCUM_INLINE at::Tensor indices_for(const at::Tensor& plain) {
-  return at::empty({blocks_of(plain) * eight_bit_block}, plain.options().dtype(at::kInt));
+/// Returns the number of each code, relative to its block's scale.
+GRADACCUM_INLINE at::Tensor numbers_of_codes(bool is_signed) {
+  return at::tensor(at::ArrayRef<float>((is_signed ? signed_map() : second_moment_map()).values));
 }
 
 GRADACCUM_INLINE at::Tensor decoded(const Codes& moments, bool is_signed) {
   const auto& like = moments.codes;
-  const auto indices = indices_for(like), numbers = at::empty_like(indices, at::kFloat);
-  if (like.numel() > 0) Coding(is_signed, like.device()).decode({flat(like), moments.scales}, numbers, indices);
-  return at::empty_strided(like.sizes(), like.strides(), numbers.options())
-      .copy_(numbers.as_strided(like.sizes(), like.strides()));
+  const auto codes = blocks_in(like), values = copied_to(like.device(), numbers_of_codes(is_signed));
+  const auto numbers = values.index_select(0, codes.flatten().to(at::kInt)).view_as(codes);
+  return numbers.mul(moments.scales.unsqueeze(1)).as_strided(like.sizes(), like.strides());
 }
 
 GRADACCUM_INLINE Codes encoded(const at::Tensor& numbers, bool is_signed) {
+  const auto values = numbers_of_codes(is_signed);
+  // The midpoints of successive values: the code of a number is the count of those below it.
+  const auto middles = values.slice(0, 0, 255).add(values.diff(), 0.5);
+  if (!is_signed) middles.slice(0, 0, 1).zero_();  // second moments
   auto codes = zero_codes(numbers, is_signed);
-  if (numbers.numel() == 0) return codes;
-  const auto missing = blocks_of(numbers) * eight_bit_block - numbers.numel();
-  const auto blocks = at::constant_pad_nd(flat(numbers), {0, missing}).clone();
-  Coding(is_signed, numbers.device())
-      .encode(blocks, {flat(codes.codes), codes.scales}, indices_for(numbers),
-              at::empty({blocks_of(numbers)}, numbers.options().dtype(at::kBool)));
+  const auto blocks = blocks_in(numbers);
+  codes.scales = blocks.abs().amax(1);
+  const auto usable = codes.scales.ge(std::numeric_limits<float>::min());
+  const auto by = codes.scales.reciprocal().masked_fill_(usable.logical_not(), 0);
+  const auto indices = at::bucketize(blocks.mul(by.unsqueeze(1)), copied_to(numbers.device(), middles),
+                                     /*out_int32=*/true);
+  codes.codes.copy_(indices.as_strided(numbers.sizes(), numbers.strides()));
   return codes;
 }
 
@@ -959,210 +913,6 @@ GRADACCUM_INLINE Adam8bitStep prepared(Adam8bitStep step, const Multiplier& mult
     step.gradient = step.gradient.to_dense();
   }
   return step;
-}
-
-/// The step of a parameter, or of whole blocks of it, on a device.
-class Adam8bitBody {
- public:
-  Adam8bitBody(const StepPart<Adam8bitStep>& part, const Multiplier& multiplier, const Coding& first,
-               const Coding& second)
-      : fused_(part.step.settings, multiplier, part.step.parameter.device()),
-        is_skipped_(is_skipped_on(part.step.parameter.device(), multiplier)),
-        first_(first),
-        second_(second),
-        exp_avg_(codes_of(part.step.exp_avg, part.extent)),
-        exp_avg_sq_(codes_of(part.step.exp_avg_sq, part.extent)) {}
-
-  void allocate(Scratch& scratch) {
-    const auto blocks = exp_avg_.scales.numel();
-    indices_ = scratch.tensor(blocks * eight_bit_block, at::kInt);
-    m_ = scratch.tensor(blocks * eight_bit_block, at::kFloat);
-    v_ = scratch.tensor(blocks * eight_bit_block, at::kFloat);
-    usable_ = scratch.tensor(blocks, at::kBool);
-    if (!is_skipped_.defined()) return;
-    fresh_.codes = scratch.tensor(exp_avg_.codes.numel(), at::kByte);
-    fresh_.scales = scratch.tensor(blocks, at::kFloat);
-  }
-
-  void operator()(const std::vector<StepPart<Adam8bitStep>>&, at::TensorList p, at::TensorList g) {
-    first_.decode(exp_avg_, m_, indices_);
-    second_.decode(exp_avg_sq_, v_, indices_);
-    const auto like_p = [&](const at::Tensor& moments) { return moments.as_strided(p[0].sizes(), p[0].strides()); };
-    fused_(p, g, {like_p(m_)}, {like_p(v_)}, {});
-    encode(first_, m_, exp_avg_);
-    encode(second_, v_, exp_avg_sq_);
-  }
-
- private:
-  static Codes codes_of(const Codes& all, const Extent& extent) {
-    const auto codes = flat(all.codes).narrow(0, extent.from, extent.size());
-    return {codes, all.scales.narrow(0, extent.from / eight_bit_block, blocks_of(codes))};
-  }
-
-  /// Encodes moments, but keeps the old codes if the step is skipped, since encoding may change them.
-  void encode(const Coding& coding, const at::Tensor& numbers, Codes& codes) const {
-    if (!is_skipped_.defined()) return coding.encode(numbers, codes, indices_, usable_);
-    coding.encode(numbers, fresh_, indices_, usable_);
-    at::where_out(codes.codes, is_skipped_, codes.codes, fresh_.codes);
-    at::where_out(codes.scales, is_skipped_, codes.scales, fresh_.scales);
-  }
-
-  FusedAdam fused_;
-  at::Tensor is_skipped_;
-  Coding first_, second_;
-  Codes exp_avg_, exp_avg_sq_, fresh_;
-  at::Tensor indices_, m_, v_, usable_;
-};
-
-GRADACCUM_INLINE void plan_aten_steps(StepPlan& plan, const std::vector<Adam8bitStep>& steps,
-                                      const Multiplier& multiplier) {
-  std::optional<Coding> first, second;
-  for (auto& step : steps) {
-    const auto device = step.parameter.device();
-    if (!first || first->device() != device) {
-      first.emplace(true, device);
-      second.emplace(false, device);
-    }
-    for (auto& extent : operand_of(step).cut()) {
-      const StepPart<Adam8bitStep> part{step, extent};
-      add_batch(plan, std::vector{part}, multiplier, Adam8bitBody(part, multiplier, *first, *second));
-    }
-  }
-}
-
-/// The 0-dim factors of a step on a device, computed there such that a skipped step changes nothing.
-struct AdafactorWeights {
-  AdafactorWeights(const AdafactorSettings& settings, const Multiplier& multiplier, at::Device device,
-                   at::ScalarType dtype)
-      : by(settings), is_skipped(is_skipped_on(device, multiplier)) {
-    const auto number = [&](double value) {
-      return at::full({}, value, at::TensorOptions(at::kDouble).device(device));
-    };
-    fresh2 = number(by.fresh2);
-    step_size = number(by.step_size);
-    if (multiplier.skipped_steps.defined()) {
-      const auto step =
-          (by.step - multiplier.skipped_steps.to(device, /*non_blocking=*/true).to(at::kDouble)).clamp_min_(1);
-      fresh2 = step.pow(by.beta2_decay);
-      if (by.relative_step) step_size = at::minimum(by.warmup_init ? 1e-6 * step : number(by.lr), step.rsqrt());
-    }
-    keep_if_skipped(fresh2, 0);
-    kept2 = (1 - fresh2).to(dtype);
-    fresh2 = fresh2.to(dtype);
-    step_size = step_size.to(dtype);
-    kept1 = number(by.beta1).to(dtype);
-    keep_if_skipped(kept1, 1);
-  }
-
-  bool fit(const AdafactorSettings& settings, at::Device device, at::ScalarType dtype) const {
-    return settings == by && step_size.device() == device && step_size.scalar_type() == dtype;
-  }
-
-  /// Sets `factor` to `value`, which must leave everything unchanged, if the step is skipped.
-  void keep_if_skipped(const at::Tensor& factor, double value) const {
-    if (is_skipped.defined()) factor.masked_fill_(is_skipped, value);
-  }
-
-  AdafactorSettings by;
-  at::Tensor is_skipped, fresh2, kept2, step_size, kept1;
-};
-
-/// One parameter's step on a device.
-class AdafactorBody {
- public:
-  AdafactorBody(const AdafactorStep& step, const AdafactorWeights& weights) : step_(step), weights_(weights) {}
-
-  void allocate(Scratch& scratch) {
-    const auto dtype = state_type(step_.parameter);
-    const auto number = [&] {
-      const auto one = scratch.tensor(1, dtype);
-      return one.defined() ? one.squeeze(0) : one;
-    };
-    update_ = scratch.tensor(operand_of(step_).layout(), dtype);
-    step_size_ = number();
-    norm_ = number();
-    if (step_.variance.defined()) return;
-    row_ = scratch.tensor(step_.row_var, dtype);
-    col_ = scratch.tensor(step_.col_var, dtype);
-    means_ = scratch.tensor(step_.row_var.numel() / step_.row_var.size(-2), dtype);
-  }
-
-  void operator()(const std::vector<StepPart<AdafactorStep>>&, at::TensorList parameters, at::TensorList gradients) {
-    const at::Tensor p = parameters.front();
-    step_size_.copy_(weights_.step_size);
-    if (by().scale_parameter) step_size_.mul_(root_mean_square(p).clamp_min_(by().eps2));
-    make_update(gradients.front());
-    decay(p);
-    step_size_.div_(root_mean_square(update_).div_(by().d).clamp_min_(1));
-    p.sub_(with_momentum(update_.mul_(step_size_)));
-  }
-
- private:
-  const AdafactorSettings& by() const { return weights_.by; }
-
-  at::Tensor root_mean_square(const at::Tensor& all) {
-    return at::linalg_vector_norm_out(norm_, all, 2).div_(std::sqrt(static_cast<double>(all.numel())));
-  }
-
-  /// Updates the running estimate of the squared gradient, and divides the gradient by its root.
-  void make_update(const at::Tensor& gradient) {
-    at::mul_out(update_, gradient, gradient);
-    weights_.keep_if_skipped(update_, 0);
-    if (step_.variance.defined()) {
-      move_on(step_.variance, update_);
-      update_.copy_(step_.variance);
-    } else {
-      move_on(step_.row_var, at::mean_out(row_, update_, -1, /*keepdim=*/true));
-      move_on(step_.col_var, at::mean_out(col_, update_, -2, /*keepdim=*/true));
-      auto sizes = step_.row_var.sizes().vec();
-      sizes[sizes.size() - 2] = 1;
-      auto means = means_.view(sizes);
-      at::mean_out(means, step_.row_var, -2, /*keepdim=*/true);
-      at::div_out(row_, step_.row_var, by().pytorch ? means.clamp_min_(by().eps1) : means);
-      at::mul_out(update_, row_, step_.col_var);
-    }
-    update_.sqrt_();
-    if (by().pytorch) update_.clamp_min_(by().eps1);  // eps1^2 may be 0 in float32
-    at::div_out(update_, gradient, update_);
-    weights_.keep_if_skipped(update_, 0);
-  }
-
-  void move_on(const at::Tensor& average, at::Tensor fresh) const {
-    average.mul_(weights_.kept2).addcmul_(fresh.add_(by().pytorch ? 0 : by().eps1), weights_.fresh2);
-  }
-
-  void decay(const at::Tensor& p) {
-    if (by().weight_decay == 0) return;
-    if (by().pytorch)
-      norm_.fill_(1 - by().lr * by().weight_decay);
-    else
-      norm_.copy_(step_size_).mul_(-by().weight_decay).add_(1);
-    weights_.keep_if_skipped(norm_, 1);
-    p.mul_(norm_);
-  }
-
-  at::Tensor with_momentum(const at::Tensor& update) const {
-    if (!step_.exp_avg.defined()) return update;
-    step_.exp_avg.mul_(weights_.kept1).add_(update, 1 - by().beta1);
-    if (!weights_.is_skipped.defined()) return step_.exp_avg;
-    return update.copy_(step_.exp_avg).masked_fill_(weights_.is_skipped, 0);
-  }
-
-  AdafactorStep step_;
-  AdafactorWeights weights_;
-  at::Tensor update_, step_size_, norm_, row_, col_, means_;
-};
-
-GRADACCUM_INLINE void plan_aten_steps(StepPlan& plan, const std::vector<AdafactorStep>& steps,
-                                      const Multiplier& multiplier) {
-  std::optional<AdafactorWeights> weights;
-  for (auto& step : steps) {
-    const auto device = step.parameter.device();
-    const auto dtype = state_type(step.parameter);
-    if (!weights || !weights->fit(step.settings, device, dtype))
-      weights.emplace(step.settings, multiplier, device, dtype);
-    add_batch<AdafactorStep>(plan, {{step, operand_of(step).whole()}}, multiplier, AdafactorBody(step, *weights));
-  }
 }
 
 /// Runs our kernels for a batch, by launches of one mix of dtypes and at most a full table, in the same scratch memory.
@@ -1239,28 +989,44 @@ GRADACCUM_INLINE void add_kernel_steps(StepPlan& plan, const std::vector<Adafact
               [&](auto& batch, at::Device) { return AdafactorLaunches(batch, multiplier, kernels); });
 }
 
+GRADACCUM_INLINE bool has_kernel(const at::Tensor& parameter, const at::Tensor& gradient) {
+  const auto type = parameter.scalar_type();
+  // A gradient wider than the state may exceed float32 before it is multiplied.
+  return device_kernels() && parameter.is_cuda() && has_kernels(at::toRealValueType(type)) &&
+         type != at::kComplexHalf && at::elementSize(gradient.scalar_type()) <= at::elementSize(state_type(parameter));
+}
+
+/// Throws if there is no kernel for the step of an optimizer that ATen lacks.
+GRADACCUM_INLINE void check_has_kernel(const char* optimizer, const at::Tensor& parameter, const at::Tensor& gradient) {
+  if (has_kernel(parameter, gradient)) return;
+  const auto device = parameter.device();
+  TORCH_CHECK(parameter.is_cuda(), optimizer, ": a parameter must be on the CPU or a CUDA device, got one on ", device,
+              "; use AdamW, which steps on all devices");
+  TORCH_CHECK(device_kernels(), optimizer, ": a parameter on ", device,
+              " must be stepped by gradaccum's CUDA kernels, got a program that was built without them; configure it "
+              "with -DGRADACCUM_CUDA=ON and link gradaccum::compiled, or use AdamW");
+  TORCH_CHECK(false, optimizer, ": a gradient on ", device, " must be at most as wide as the optimizer's state (",
+              state_type(parameter), "), got ", gradient.scalar_type(), "; convert it");
+}
+
 template <class Step>
-void plan_steps(StepPlan& plan, const std::vector<Step>& steps, const Multiplier& multiplier) {
-  const auto* const kernels = device_kernels();
+void plan_steps(StepPlan& plan, const std::vector<Step>& steps, const Multiplier& multiplier, const char* optimizer) {
+  constexpr bool is_in_aten = std::is_same_v<Step, AdamStep> || std::is_same_v<Step, SgdStep>;
   std::vector<Step> ours, others;
   for (auto& step : steps) {
-    const auto& parameter = step.parameter;
-    const auto type = parameter.scalar_type();
-    // A gradient wider than the state may exceed float32 before it is multiplied.
-    const bool is_ours = kernels && has_kernels(at::toRealValueType(type)) && type != at::kComplexHalf &&
-                         parameter.is_cuda() &&
-                         at::elementSize(step.gradient.scalar_type()) <= at::elementSize(state_type(parameter));
-    if (parameter.numel() > 0) (is_ours ? ours : others).push_back(step);
+    if (step.parameter.numel() == 0) continue;
+    if constexpr (!is_in_aten) check_has_kernel(optimizer, step.parameter, step.gradient);
+    (has_kernel(step.parameter, step.gradient) ? ours : others).push_back(step);
   }
-  if (kernels) add_kernel_steps(plan, ours, multiplier, *kernels);
-  plan_aten_steps(plan, others, multiplier);
+  if (!ours.empty()) add_kernel_steps(plan, ours, multiplier, *device_kernels());
+  if constexpr (is_in_aten) plan_aten_steps(plan, others, multiplier);
 }
 
 #ifdef GRADACCUM_COMPILED
-template void plan_steps(StepPlan&, const std::vector<AdamStep>&, const Multiplier&);
-template void plan_steps(StepPlan&, const std::vector<SgdStep>&, const Multiplier&);
-template void plan_steps(StepPlan&, const std::vector<Adam8bitStep>&, const Multiplier&);
-template void plan_steps(StepPlan&, const std::vector<AdafactorStep>&, const Multiplier&);
+template void plan_steps(StepPlan&, const std::vector<AdamStep>&, const Multiplier&, const char*);
+template void plan_steps(StepPlan&, const std::vector<SgdStep>&, const Multiplier&, const char*);
+template void plan_steps(StepPlan&, const std::vector<Adam8bitStep>&, const Multiplier&, const char*);
+template void plan_steps(StepPlan&, const std::vector<AdafactorStep>&, const Multiplier&, const char*);
 template void step_on_cpu(const std::vector<AdamStep>&, double);
 template void step_on_cpu(const std::vector<SgdStep>&, double);
 template void step_on_cpu(const std::vector<Adam8bitStep>&, double);
