@@ -2,7 +2,8 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
-#include <gradaccum/detail/optimizers/steps.hpp>
+#include <gradaccum/detail/optimizers/cpu_steps.hpp>
+#include <gradaccum/detail/optimizers/eight_bit_moments.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 #include <gradaccum/gradaccum.hpp>
 

@@ -2,7 +2,7 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
-#include <gradaccum/detail/optimizers/steps.hpp>
+#include <gradaccum/detail/optimizers/cpu_steps.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/gradients.hpp>
 #include <gradaccum/memory_meter.hpp>

@@ -4,7 +4,7 @@
 #include <gradaccum/archive.hpp>
 #include <gradaccum/detail/kernels/dynamic_map.hpp>
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
-#include <gradaccum/detail/optimizers/steps.hpp>
+#include <gradaccum/detail/optimizers/eight_bit_moments.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/optim/adam.hpp>

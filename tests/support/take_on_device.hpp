@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/optimizers/steps.hpp>
+#include <gradaccum/detail/optimizers/device_steps.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 
 #include <vector>
