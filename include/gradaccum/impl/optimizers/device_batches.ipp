@@ -10,8 +10,10 @@
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/mul.h>
 #include <ATen/ops/ne.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/where.h>
 
 #include <type_traits>
 
