@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Encodes 8-bit moments and decodes them, on any device, and checks those of a loaded state.
+// Encodes and decodes 8-bit moments on any device, and checks the moments of a loaded state.
 #pragma once
 
 #include <gradaccum/detail/optimizers/eight_bit_moments.hpp>
@@ -28,7 +28,7 @@ GRADACCUM_INLINE Codes zero_codes(const at::Tensor& like, bool is_signed) {
           at::zeros({blocks_of(like)}, like.options().dtype(at::kFloat))};
 }
 
-/// Returns a plain tensor's elements in memory order, as whole blocks, the last of which ends with zeros.
+/// Returns a plain tensor's elements in memory order, as whole blocks; zeros fill the last block.
 GRADACCUM_INLINE at::Tensor blocks_in(const at::Tensor& plain) {
   const auto blocks = blocks_of(plain);
   const auto missing = blocks * eight_bit_block - plain.numel();
@@ -49,7 +49,7 @@ GRADACCUM_INLINE at::Tensor decoded(const Codes& moments, bool is_signed) {
 
 GRADACCUM_INLINE Codes encoded(const at::Tensor& numbers, bool is_signed) {
   const auto values = numbers_of_codes(is_signed);
-  // The midpoints of successive values: the code of a number is the count of those below it.
+  // The midpoints of successive values: the code of a number is the count of midpoints below it.
   const auto middles = values.slice(0, 0, 255).add(values.diff(), 0.5);
   if (!is_signed) middles.slice(0, 0, 1).zero_();  // second moments
   auto codes = zero_codes(numbers, is_signed);
