@@ -25,7 +25,9 @@ inline bool is_there(const std::string& benchmark) {
     return false;
   }
   if (!gradaccum::detail::device_kernels())
-    fmt::print("{}: this program has no kernels for it (GRADACCUM_CUDA), so all is by ATen\n", benchmark);
+    fmt::print(
+        "{}: this program has no kernels for it (GRADACCUM_CUDA), so all is by ATen, without the steps that it lacks\n",
+        benchmark);
   return true;
 }
 

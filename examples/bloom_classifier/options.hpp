@@ -249,7 +249,7 @@ inline void set_defaults_of_size(const CLI::App& app, Options& options) {
     options.micro_batch = 2;  // reads the weights half as often as 1
     options.accumulate = 4;
   }
-  if (!is_given("--optimizer")) options.optimizer = "adamw8bit";
+  if (!is_given("--optimizer") && options.on_cpu()) options.optimizer = "adamw8bit";  // a GPU needs kernels for it
   if (!is_given("--precision") && gradaccum::is_bf16_fast(options.device)) options.precision = "bf16-mixed";
 }
 

@@ -27,10 +27,14 @@
 #include <gradaccum/impl/kernels/kernels.ipp>
 #include <gradaccum/impl/memory/memory.ipp>
 #include <gradaccum/impl/metrics/metrics.ipp>
+#include <gradaccum/impl/optimizers/cpu_steps.ipp>
+#include <gradaccum/impl/optimizers/device_batches.ipp>
+#include <gradaccum/impl/optimizers/device_steps.ipp>
+#include <gradaccum/impl/optimizers/eight_bit_moments.ipp>
 #include <gradaccum/impl/optimizers/learning_rates.ipp>
 #include <gradaccum/impl/optimizers/optim.ipp>
 #include <gradaccum/impl/optimizers/param_states.ipp>
-#include <gradaccum/impl/optimizers/steps.ipp>
+#include <gradaccum/impl/optimizers/row_steps.ipp>
 #include <gradaccum/impl/parallel/connections.ipp>
 #include <gradaccum/impl/parallel/heartbeat.ipp>
 #include <gradaccum/impl/parallel/process_group.ipp>

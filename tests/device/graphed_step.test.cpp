@@ -7,6 +7,7 @@
 
 #include "support/device.hpp"
 #include "support/files.hpp"
+#include "support/kernels_on_device.hpp"
 #include "support/models.hpp"
 #include "support/ranks.hpp"
 #include "support/warnings.hpp"
@@ -144,6 +145,7 @@ struct Traces {
 TEMPLATE_TEST_CASE("GraphedStep: trains bitwise as the objective does", "[cuda]", torch::optim::SGD, ga::optim::AdamW,
                    ga::optim::Adafactor) {
   if (!has_graphs()) SKIP(missing);
+  if (!steps_on_devices<TestType>()) return;
   ga::GraphedStepReport report;
   const auto graphed = trained<TestType>(true, {}, &report);
   CHECK(graphed == trained<TestType>(false));

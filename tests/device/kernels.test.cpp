@@ -2,7 +2,8 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
-#include <gradaccum/detail/optimizers/steps.hpp>
+#include <gradaccum/detail/optimizers/cpu_steps.hpp>
+#include <gradaccum/detail/optimizers/eight_bit_moments.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 #include <gradaccum/gradaccum.hpp>
 
@@ -18,6 +19,7 @@
 #include <limits>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 // Kernels of devices match the CPU's, bitwise if the CPU has fused multiply-add: on a GPU, and, from the same source,
@@ -257,16 +259,65 @@ bool all_agree(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& 
 TEMPLATE_TEST_CASE("kernels of devices: any number of tensors, of any dtypes, match the processor's", "[cuda]",
                    ga::optim::SGD, ga::optim::Adam, ga::optim::AdamW, ga::optim::Adam8bit, ga::optim::AdamW8bit) {
   if (!KernelsOnDevice::possible()) SKIP(KernelsOnDevice::missing);
-  const auto by_aten = [] {
+  if constexpr (!needs_kernels<TestType>) {
     const KernelsOnDevice none(nullptr);
-    return updated<TestType>(60, device);
-  }();
+    CHECK_FALSE(all_agree(updated<TestType>(60, host), updated<TestType>(60, device)));  // ATen's last bits differ
+  }
   const KernelsOnDevice kernels;
   for (std::size_t count : {1, 2, 200, 1100}) {  // a launch has up to 400 of a dtype
     CAPTURE(count);
     CHECK(all_agree(updated<TestType>(count, device), updated<TestType>(count, host)));
   }
-  CHECK_FALSE(all_agree(updated<TestType>(60, host), by_aten));  // its last bits differ
+}
+
+TEMPLATE_TEST_CASE("kernels of devices: without them, steps that ATen lacks are refused before any update", "[cuda]",
+                   ga::optim::Adam8bit, ga::optim::AdamW8bit, ga::optim::Adafactor) {
+  if (!KernelsOnDevice::possible()) SKIP(KernelsOnDevice::missing);
+  std::vector<at::Tensor> parameters;
+  for (std::int64_t n : {7, 5000}) {  // the first has moments of 32 bits in the 8-bit optimizers
+    parameters.push_back(torch::ones({n}, device).requires_grad_());
+    parameters.back().mutable_grad() = torch::ones({n}, device);
+  }
+  TestType optimizer(parameters, 0.1);
+  const auto state = [&] {
+    ga::detail::NamedParameters named;
+    for (auto& parameter : parameters) named.insert(std::to_string(named.size()), parameter);
+    return optimizer.named_state(named);
+  };
+  const auto refused = [&] {
+    const KernelsOnDevice none(nullptr);
+    auto before = state();
+    for (auto& named : before) named.second = named.second.clone();
+    const std::vector<at::Tensor> old{parameters[0].detach().clone(), parameters[1].detach().clone()};
+    const std::string message = std::string(TestType::name) + ": a parameter on cuda:0 must be stepped by gradaccum's";
+    REQUIRE_ERROR(message, optimizer.step());
+    REQUIRE_ERROR("-DGRADACCUM_CUDA=ON", optimizer.step(ga::Gradients(parameters)));
+    for (std::size_t i = 0; i < old.size(); ++i) CHECK(parameters[i].equal(old[i]));
+    const auto after = state();
+    REQUIRE(after.size() == before.size());
+    for (auto& [name, tensor] : before) CHECK(after.at(name).equal(tensor));
+  };
+  refused();
+  CHECK(state().empty());
+  const KernelsOnDevice kernels;
+  optimizer.step();
+  refused();
+  CHECK(parameters[1].ne(1).all().template item<bool>());
+  parameters[1].mutable_grad().reset();
+  const KernelsOnDevice none(nullptr);
+  if constexpr (!std::is_same_v<TestType, ga::optim::Adafactor>) optimizer.step();  // ATen has the step of the first
+}
+
+TEST_CASE("kernels of devices: a gradient that is wider than the state is refused, where ATen lacks the step",
+          "[cuda]") {
+  if (!KernelsOnDevice::possible()) SKIP(KernelsOnDevice::missing);
+  const KernelsOnDevice kernels;
+  const auto parameter = torch::ones({5}, device).requires_grad_();
+  ga::optim::Adafactor optimizer({parameter});
+  parameter.mutable_grad() = torch::ones({5}, at::TensorOptions(device).dtype(at::kDouble));
+  REQUIRE_ERROR("Adafactor: a gradient on cuda:0 must be at most as wide as the optimizer's state (Float), got Double",
+                optimizer.step());
+  CHECK(parameter.eq(1).all().item<bool>());
 }
 
 TEST_CASE("kernels of devices: a step takes one launch for each mix of dtypes and 400 tensors, and no copy", "[cuda]") {
@@ -431,7 +482,7 @@ TEMPLATE_TEST_CASE("kernels of devices: a training is bitwise the processor's", 
   for (bool scaled : {false, true}) {  // the scale makes the first window overflow
     CAPTURE(scaled);
     const auto by_processor = trained_by_kernels<TestType>(host, scaled);
-    if (!std::is_same_v<TestType, ga::optim::SGD>)  // ATen rounds SGD in the same way
+    if (!needs_kernels<TestType> && !std::is_same_v<TestType, ga::optim::SGD>)  // ATen rounds SGD in the same way
       CHECK_FALSE(same_bits(trained_by_kernels<TestType>(device, scaled), by_processor));
     const KernelsOnDevice kernels;
     CHECK(agree(trained_by_kernels<TestType>(device, scaled), by_processor));

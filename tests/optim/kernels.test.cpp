@@ -2,7 +2,7 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
-#include <gradaccum/detail/optimizers/steps.hpp>
+#include <gradaccum/detail/optimizers/cpu_steps.hpp>
 
 #include "support/take_on_device.hpp"
 

@@ -2,12 +2,16 @@
 #pragma once
 
 #include <gradaccum/detail/kernels/device_kernels.hpp>
+#include <gradaccum/optim/adafactor.hpp>
+#include <gradaccum/optim/adam8bit.hpp>
+#include <gradaccum/optim/adamw8bit.hpp>
 
 #include "support/emulated_cuda/emulated_cuda.hpp"
 
 #include <torch/cuda.h>
 
 #include <cstddef>
+#include <type_traits>
 
 namespace testing {
 
@@ -39,5 +43,17 @@ class KernelsOnDevice {
 
   const gradaccum::detail::DeviceKernels* before_ = gradaccum::detail::device_kernels();
 };
+
+/// True for optimizers that ATen lacks, which step on devices only by the library's kernels.
+template <class Optimizer>
+inline constexpr bool needs_kernels =
+    std::is_same_v<Optimizer, gradaccum::optim::Adafactor> || std::is_same_v<Optimizer, gradaccum::optim::Adam8bit> ||
+    std::is_same_v<Optimizer, gradaccum::optim::AdamW8bit>;
+
+/// Returns whether an optimizer steps on devices now. CTest runs tests of all optimizers without kernels and with them.
+template <class Optimizer>
+bool steps_on_devices() {
+  return !needs_kernels<Optimizer> || gradaccum::detail::device_kernels();
+}
 
 }  // namespace testing

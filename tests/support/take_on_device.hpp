@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/optimizers/steps.hpp>
+#include <gradaccum/detail/optimizers/device_steps.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 
 #include <vector>
 
 namespace testing {
 
-/// Runs an optimizer's step for parameters on devices, on any device, because ATen's operations run on all.
+/// Runs an optimizer's step for parameters on devices; that of Adam and SGD on any device, because ATen's operations
+/// run on all.
 template <class Step>
 void step_on_device(const std::vector<Step>& steps, const gradaccum::detail::Multiplier& multiplier) {
   gradaccum::detail::StepPlan plan;
-  plan_steps(plan, steps, multiplier);
+  plan_steps(plan, steps, multiplier, "step_on_device");
   plan.allocate();
   plan.run();
 }

@@ -94,11 +94,12 @@ struct AdafactorParamState : public OwnParamState {
 /// float64, bfloat16 and float16 (with float32 state), with any strides. Gradients: dense. Throws, before anything has
 /// changed, for complex parameters, a parameter that is listed twice, or state of another shape.
 ///
-/// @note Does not synchronize. Uses threads and instructions like `AdamW`. With this library's kernels for a device, a
-/// step takes three or five launches for up to 320 tensors; otherwise about twenty operations per tensor.
+/// @note Does not synchronize. Uses threads and instructions like `AdamW`. On a device it needs this library's CUDA
+/// kernels, which `gradaccum::compiled` has with CMake's `GRADACCUM_CUDA`, and takes three or five launches for up to
+/// 320 tensors; otherwise its step throws before anything has changed.
 /// @note Memory: the state. A step adds a column and up to 16 rows per matrix, and copies of tensors that are not
 /// row-major, about 16 MB at a time or one tensor's. Device kernels instead add a column per 256 columns and a row per
-/// 64 rows, or fewer, of 320 tensors at a time; ATen adds three temporaries of a tensor's size.
+/// 64 rows, or fewer, of 320 tensors at a time.
 class Adafactor : public OwnOptimizer<Adafactor, AdafactorOptions, AdafactorParamState> {
  public:
   static constexpr const char* name = "Adafactor";

@@ -32,8 +32,9 @@ using AdamW8bitOptions = torch::optim::AdamWOptions;
 /// Files of `torch::save` and `named_state` have its codes and scales, so other optimizers cannot load them.
 /// Parameters, gradients, errors and stochastic rounding are as in `AdamW`.
 ///
-/// @note Does not synchronize. On the CPU, and with this library's kernels on a CUDA device, it needs no more memory
-/// than AdamW; otherwise it uses ATen's operations, and a float32 copy of one parameter's moments at a time.
+/// @note Does not synchronize, and needs no more memory than AdamW. On a device it needs this library's CUDA kernels,
+/// which `gradaccum::compiled` has with CMake's `GRADACCUM_CUDA`; otherwise its step throws before anything has
+/// changed.
 class AdamW8bit : public Adam8bitOptimizer<AdamW8bit, AdamW8bitOptions> {
  public:
   static constexpr const char* name = "AdamW8bit";

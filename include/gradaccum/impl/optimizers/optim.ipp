@@ -9,8 +9,11 @@
 
 #include <gradaccum/archive.hpp>
 
+#include <gradaccum/detail/optimizers/cpu_steps.hpp>
+#include <gradaccum/detail/optimizers/device_steps.hpp>
+#include <gradaccum/detail/optimizers/eight_bit_moments.hpp>
 #include <gradaccum/detail/optimizers/param_states.hpp>
-#include <gradaccum/detail/optimizers/steps.hpp>
+#include <gradaccum/detail/optimizers/row_steps.hpp>
 #include <gradaccum/detail/window/any_optimizer.hpp>
 
 #include <ATen/Context.h>
@@ -84,8 +87,8 @@ GRADACCUM_INLINE std::function<void()> row_step_of(const at::Tensor& parameter, 
   multiply_({rows}, multiplier);
   const bool by_number = rows.sparse_dim() == 1 && !at::globalContext().deterministicAlgorithms();
   if (!by_number) rows = rows.coalesce();
-  if (const auto is_skipped = is_skipped_on(parameter.device(), multiplier); is_skipped.defined())
-    rows._values().masked_fill_(is_skipped, 0);
+  if (const auto found_inf = found_inf_on(parameter.device(), multiplier))
+    rows._values().masked_fill_(found_inf->to(at::kBool), 0);
   rows._values().mul_(-lr);  // before rounding to the parameter's dtype
   rows = rows.to(parameter.scalar_type());
   if (by_number)
@@ -242,11 +245,11 @@ void OnePass::run_steps(detail::StepPlan plan, const detail::Multiplier& multipl
   bool any_on_cpu = false;
   const auto plan_for_devices = [&](const auto& all) {
     const auto on_cpu = [](auto& step) { return step.parameter.is_cpu(); };
-    if (std::ranges::none_of(all, on_cpu)) return plan_steps(plan, all, multiplier);
+    if (std::ranges::none_of(all, on_cpu)) return plan_steps(plan, all, multiplier, class_name());
     any_on_cpu = true;
     std::remove_cvref_t<decltype(all)> on_devices;
     std::ranges::remove_copy_if(all, std::back_inserter(on_devices), on_cpu);
-    if (!on_devices.empty()) plan_steps(plan, on_devices, multiplier);
+    if (!on_devices.empty()) plan_steps(plan, on_devices, multiplier, class_name());
   };
   (plan_for_devices(steps), ...);
   const double on_host = any_on_cpu ? detail::host_number(multiplier) : 1;
