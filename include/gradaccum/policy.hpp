@@ -78,13 +78,10 @@ concept has_run = requires(P& policy, TrainerBase& trainer) {
   { policy.start(trainer) } -> std::same_as<std::shared_ptr<PolicyRun>>;
 };
 
-/// True for options of the library whose results `Trainer::policy` gives access to: it returns their `Running`, which a
-/// Trainer constructs from them.
+/// True for options of the library that a Trainer holds as their `Running`, with results that `Trainer::policy` gives
+/// access to, or with hooks.
 template <class P>
-concept has_running = requires {
-  typename P::Running;
-}
-&&has_run<typename P::Running>;
+concept has_running = std::derived_from<typename P::Running, P>;
 
 }  // namespace detail
 

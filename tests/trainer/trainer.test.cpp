@@ -895,6 +895,32 @@ TEST_CASE("Trainer: hooks are called in the documented order") {
   CHECK(trainer.policy<Order>().calls == Calls{"begin 1", "end 1", "begin 2", "end 2"});
 }
 
+TEST_CASE("Trainer: hooks of a policy of several ranks are called before those of others") {
+  struct OfOne {
+    std::vector<std::string>* calls;
+    void after_step(const ga::Step&) { calls->push_back("one"); }
+  };
+  struct OfRanks {
+    std::vector<std::string>* calls;
+    bool others_continue() { return false; }
+    void after_step(const ga::Step&) { calls->push_back("ranks"); }
+  };
+  Probe probe;
+  std::vector<std::string> calls;
+  ga::Trainer trainer(probe, probe.sgd, slope, OfOne{&calls}, OfRanks{&calls});
+  trainer.fit(std::vector<double>{1.0});
+  CHECK(calls == std::vector<std::string>{"ranks", "one"});
+}
+
+TEST_CASE("Trainer: two Trainers with the same options of a policy have a run each") {
+  Probe one, other;
+  const ga::MixedPrecision half{.dtype = at::kHalf, .scaler = {.init_scale = 256.0}};
+  ga::Trainer first(one, one.sgd, slope, half), second(other, other.sgd, slope, half);
+  first.fit(std::vector<double>{std::numeric_limits<double>::infinity()}, {.on_nan = ga::OnNan::ignore});
+  CHECK(first.policy<ga::MixedPrecision>().amp_scaler().get_scale() == 128.0);
+  CHECK(second.policy<ga::MixedPrecision>().amp_scaler().get_scale() == 256.0);
+}
+
 TEST_CASE("Trainer: a window without items is not stepped, with any gradients") {
   Probe probe;
   struct Counts : torch::optim::SGD {

@@ -405,6 +405,25 @@ TEST_CASE("trust: FitOptions::time counts this call only, so that each job of a 
   CHECK(status.stopped);
 }
 
+TEST_CASE("trust: a policy requests a state, and reads the report so far") {
+  struct Requests {
+    ga::TrainerBase* trainer = nullptr;
+    void attach(ga::TrainerBase& to) { trainer = &to; }
+    void after_step(const ga::Step& step) {
+      CHECK(trainer->report().updates == step.update);
+      if (step.update == 2) trainer->request_save();
+    }
+  };
+  const Directory directory;
+  Net net;
+  auto trainer = net.trainer(Requests{}, ga::SaveState{.directory = directory / "runs"});
+  auto batches = batches_of();
+  trainer.fit(batches, {.updates = 4});
+  CHECK(std::filesystem::exists(directory / "runs/step-000002"));
+  CHECK_FALSE(std::filesystem::exists(directory / "runs/step-000003"));
+  CHECK(std::filesystem::exists(directory / "runs/step-000004"));  // at the end of the fit
+}
+
 TEST_CASE("trust: another learning rate on resume is reported in one line") {
   const FailingFiles no_disk_to_wait_for;
   const Directory directory;

@@ -32,10 +32,17 @@ struct DataParallel {
   static constexpr std::string_view name = "data_parallel";
 
   ProcessGroup group = ProcessGroup::from_environment();
-  Shard shard = Shard::none;                     ///< the part of the training that is divided among the ranks
-  ReplicasOptions options = {};                  ///< options of the gradients' exchange
-  std::int64_t check_every = 1000;               ///< updates between checks that all replicas are equal; 0: never
-  std::shared_ptr<Replicas> replicas = nullptr;  ///< constructed with the trainer
+  Shard shard = Shard::none;        ///< the part of the training that is divided among the ranks
+  ReplicasOptions options = {};     ///< options of the gradients' exchange
+  std::int64_t check_every = 1000;  ///< updates between checks that all replicas are equal; 0: never
+
+  class Running;
+};
+
+/// A DataParallel in a Trainer: what `trainer.policy<ga::DataParallel>()` returns.
+class DataParallel::Running : public DataParallel {
+ public:
+  explicit Running(DataParallel options) : DataParallel(std::move(options)) {}
 
   void attach(TrainerBase& trainer);
   bool others_continue() const;
@@ -43,6 +50,9 @@ struct DataParallel {
   void on_epoch_end(std::int64_t) const;
   /// Requires the same number of ranks in a resumed training.
   void state(Archive& archive) const;
+
+ private:
+  std::shared_ptr<Replicas> replicas_;
 };
 
 }  // namespace gradaccum

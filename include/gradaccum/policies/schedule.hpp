@@ -32,7 +32,7 @@ class Schedule {
  public:
   static constexpr std::string_view name = "schedule";
 
-  explicit Schedule(Rate rate) : rate_(std::move(rate)) {}
+  Schedule(Rate rate = {}) : rate_(std::move(rate)) {}  // NOLINT(google-explicit-constructor): a rate is one
 
   void attach(TrainerBase& trainer) {
     trainer_ = &trainer;

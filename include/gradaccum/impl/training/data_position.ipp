@@ -4,6 +4,8 @@
 
 #include <gradaccum/detail/training/data_position.hpp>
 
+#include <gradaccum/metrics.hpp>
+
 #include <c10/util/Exception.h>
 
 #include <algorithm>
