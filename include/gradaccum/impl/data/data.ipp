@@ -8,6 +8,7 @@
 #include <gradaccum/data/tensor_batches.hpp>
 
 #include <gradaccum/detail/memory/memory_ledger.hpp>
+#include <gradaccum/detail/types/recorded_inputs.hpp>
 #include <gradaccum/detail/types/types.hpp>
 
 #include <ATen/CPUGeneratorImpl.h>
