@@ -65,6 +65,7 @@
 #include <gradaccum/impl/watching/summary_writer.ipp>
 #include <gradaccum/impl/window/any_optimizer.ipp>
 #include <gradaccum/impl/window/embedding.ipp>
+#include <gradaccum/impl/window/fused_gradients.ipp>
 #include <gradaccum/impl/window/grad_accumulator.ipp>
 #include <gradaccum/impl/window/grad_ready_hooks.ipp>
 #include <gradaccum/impl/window/gradients.ipp>

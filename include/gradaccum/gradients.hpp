@@ -19,8 +19,7 @@ namespace gradaccum {
 
 class AmpScaler;
 namespace detail {
-class CapturedSteps;
-class StepGraphs;
+class FusedGradients;
 struct Multiplier;
 class WindowGradients;
 }  // namespace detail
@@ -202,14 +201,31 @@ struct Loss {
   /// Attaches the model's output and the target, which metrics need.
   Loss with(at::Tensor output_of_model, at::Tensor wanted) const;
 
+  /// Attaches gradients that a function of your own computes, such as a fused backward pass or a kernel.
+  ///
+  ///     at::NoGradGuard no_graph;
+  ///     auto weight = torch::zeros({3, 4}).requires_grad_();
+  ///     auto error = x.mm(weight.t()) - y;
+  ///     auto gradients = [&](const at::Tensor& seed) {
+  ///       return std::vector<at::Tensor>{error.t().mm(x) * (2.0 / error.numel() * seed)};
+  ///     };
+  ///     ga::Loss{error.square().mean(), error.numel()}.with_gradients({weight}, gradients).backward();
+  ///
+  /// `backward` calls the function and adds the result to `.grad`, without autograd's engine. `seed`, the gradient of
+  /// the mean, is 0-dim float64: on the CPU if the host knows it, else on the mean's device. The function returns a
+  /// gradient for each parameter, each in memory of its own, and undefined for a parameter that has none.
+  ///
+  /// A mean with a graph keeps it. By that graph autograd computes the gradients if the function returns an empty
+  /// vector, if `mean` has changed or was replaced, if it or a parameter has a hook, and with `BackwardOptions`. A mean
+  /// without a graph gets one of one operation, which calls the function in these cases.
+  Loss with_gradients(std::vector<at::Tensor> parameters,
+                      std::function<std::vector<at::Tensor>(const at::Tensor& seed)> gradients) const;
+
   void check_shape() const;
   void check() const;
   void backward(const BackwardOptions& options = {}) const;
 
  private:
-  friend class detail::CapturedSteps;
-  friend class detail::StepGraphs;
-
   template <class Count>
   static double number(Count count) {
     static_assert(!std::is_base_of_v<at::TensorBase, Count>,
@@ -221,8 +237,7 @@ struct Loss {
     return 0;
   }
 
-  // Adds the gradients of a `CompiledStep` or `GraphedStep`. Returns false if backward must run instead.
-  std::function<bool(const at::Tensor& loss, const detail::Multiplier& by)> ready_ = {};
+  std::shared_ptr<const detail::FusedGradients> gradients_ = {};
 };
 
 /// Counts the micro-batches of a window and their weights, without tensors.

@@ -4,6 +4,7 @@
 
 #include <gradaccum/gradients.hpp>
 
+#include <gradaccum/detail/window/fused_gradients.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 
 #include <ATen/core/grad_mode.h>
@@ -111,6 +112,17 @@ GRADACCUM_INLINE Loss Loss::with(at::Tensor output_of_model, at::Tensor wanted) 
   return loss;
 }
 
+GRADACCUM_INLINE Loss
+Loss::with_gradients(std::vector<at::Tensor> parameters,
+                     std::function<std::vector<at::Tensor>(const at::Tensor& seed)> gradients) const {
+  check_shape();
+  auto fused = std::make_shared<detail::FusedGradients>(std::move(parameters), std::move(gradients));
+  auto loss = *this;
+  loss.mean = fused->attached_to(mean);
+  loss.gradients_ = std::move(fused);
+  return loss;
+}
+
 GRADACCUM_INLINE void Loss::check_shape() const {
   TORCH_CHECK(mean.defined() && mean.numel() == 1, "Loss: the mean must have one element, got ",
               mean.defined() ? c10::str("shape ", mean.sizes()) : "an undefined tensor");
@@ -125,7 +137,7 @@ GRADACCUM_INLINE void Loss::backward(const BackwardOptions& options) const {
   check();
   const auto by = product_of(seed);
   const bool plain = !options.retain_graph.value_or(false) && !options.create_graph && options.inputs.empty();
-  if (ready_ && plain && ready_(mean, by)) return;
+  if (gradients_ && plain && gradients_->add_to_parameters(mean, by)) return;
   at::Tensor start;
   if (by.on_host() && !by.is_one()) start = at::full_like(mean, by.host());
   if (!by.on_host()) start = by.on(mean.device()).to(mean.scalar_type()).expand_as(mean);
