@@ -17,6 +17,7 @@
 #include <gradaccum/impl/compilation/graphed_step.ipp>
 #include <gradaccum/impl/compilation/step_graphs.ipp>
 #include <gradaccum/impl/data/data.ipp>
+#include <gradaccum/impl/data/epoch_order.ipp>
 #include <gradaccum/impl/data/samples.ipp>
 #include <gradaccum/impl/fitting/memory_fitter.ipp>
 #include <gradaccum/impl/io/files.ipp>

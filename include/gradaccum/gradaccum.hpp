@@ -8,6 +8,7 @@
 #include <gradaccum/checkpoint.hpp>
 #include <gradaccum/checkpointed_sequential.hpp>
 #include <gradaccum/compiled_step.hpp>
+#include <gradaccum/data/epoch_order.hpp>
 #include <gradaccum/data/length_buckets.hpp>
 #include <gradaccum/data/prefetch.hpp>
 #include <gradaccum/data/tensor_batches.hpp>
