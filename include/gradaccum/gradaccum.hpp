@@ -26,6 +26,7 @@
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/metrics.hpp>
 #include <gradaccum/metrics_file.hpp>
+#include <gradaccum/objective_step.hpp>
 #include <gradaccum/optim/adafactor.hpp>
 #include <gradaccum/optim/adam.hpp>
 #include <gradaccum/optim/adam8bit.hpp>

@@ -53,7 +53,7 @@ module(parallel PUBLIC process_group replicas
                   USES types state window data)
 module(verification PUBLIC verify_accumulation
                   USES types window data)
-module(compilation PUBLIC compiled_step exported_model graphed_step
+module(compilation PUBLIC compiled_step exported_model graphed_step objective_step
                   USES types kernels memory window scaling checkpoint data io)
 module(trainer PUBLIC background_saver fit_options metrics policies policies/ policy trainer trainer_base training_state
                   USES types kernels memory state window scaling optimizers checkpoint data fitting io watching parallel)
