@@ -237,7 +237,8 @@ class GraphedBackward final : public torch::autograd::Node {
   std::shared_ptr<const PendingBackward> pending_;
 };
 
-/// Returns the graph's own gradients, which the next replay overwrites.
+/// Returns the graph's own gradients, which the next replay overwrites. The caller keeps the captured step until it has
+/// added them, since they do not own their memory.
 GRADACCUM_INLINE std::vector<at::Tensor> gradients_of_replay(const NodePointer& node, const at::Tensor& seed) {
   auto& backward = static_cast<GraphedBackward&>(*node);
   if (!backward.on_its_stream()) return {};
@@ -485,7 +486,8 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
     const auto node = new_node<GraphedBackward>(std::move(pending));
     node->set_next_edges(torch::autograd::collect_next_edges(step->parameters));
     torch::autograd::set_history(loss.mean, node);
-    return loss.with_gradients(step->parameters, std::bind_front(&gradients_of_replay, node));
+    const auto gradients = [node, step](const at::Tensor& seed) { return gradients_of_replay(node, seed); };
+    return loss.with_gradients(step->parameters, gradients);
   }
 
   /// Compares a step with the objective. Throws if it is another program; the next batch is then compared again.
