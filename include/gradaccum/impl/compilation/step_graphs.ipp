@@ -35,7 +35,6 @@
 #include <dlfcn.h>
 #include <algorithm>
 #include <cmath>
-#include <concepts>
 #include <cstdio>
 #include <functional>
 #include <memory>
@@ -93,6 +92,10 @@ class StepModel {
     for (std::size_t i = 0; i < buffers.size(); ++i)
       text += buffer_names[i] + " " + layout_text(buffers[i]) + " buffer\n";
     return text;
+  }
+
+  bool has(at::ScalarType dtype) const {
+    return std::ranges::any_of(seen_, [dtype](const Seen& seen) { return seen.dtype == dtype; });
   }
 
   /// True if the model has LibTorch's MultiheadAttention, which compares query, key and value.
@@ -697,8 +700,7 @@ class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
     for (std::size_t i = 0; i < description_.graphs.size(); ++i) check_graph(i);
     graphs_.reserve(description_.graphs.size());
     for (std::size_t i = 0; i < description_.graphs.size(); ++i) load(i, source);
-    in_float16_ =
-        description_.modes.ends_with("Half autocast") || description_.model.find(" Half [") != std::string::npos;
+    in_float16_ = description_.autocast() == "Half" || model_.has(at::kHalf);
     if (in_float16_) *next_exponent_ = 16;  // the loss scale that AmpScaler begins with
   }
 
