@@ -17,6 +17,7 @@
 #include <gradaccum/impl/compilation/graphed_step.ipp>
 #include <gradaccum/impl/compilation/step_graphs.ipp>
 #include <gradaccum/impl/data/data.ipp>
+#include <gradaccum/impl/data/epoch_order.ipp>
 #include <gradaccum/impl/data/samples.ipp>
 #include <gradaccum/impl/fitting/memory_fitter.ipp>
 #include <gradaccum/impl/io/files.ipp>
@@ -77,6 +78,7 @@
 #include <gradaccum/impl/watching/summary_writer.ipp>
 #include <gradaccum/impl/window/any_optimizer.ipp>
 #include <gradaccum/impl/window/embedding.ipp>
+#include <gradaccum/impl/window/fused_gradients.ipp>
 #include <gradaccum/impl/window/grad_accumulator.ipp>
 #include <gradaccum/impl/window/grad_ready_hooks.ipp>
 #include <gradaccum/impl/window/gradients.ipp>

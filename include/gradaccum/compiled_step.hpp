@@ -2,10 +2,10 @@
 #pragma once
 
 #include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/compilation/objective_step.hpp>
 #include <gradaccum/detail/data/samples.hpp>
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/gradients.hpp>
+#include <gradaccum/objective_step.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>

@@ -8,6 +8,7 @@
 #include <gradaccum/checkpoint.hpp>
 #include <gradaccum/checkpointed_sequential.hpp>
 #include <gradaccum/compiled_step.hpp>
+#include <gradaccum/data/epoch_order.hpp>
 #include <gradaccum/data/length_buckets.hpp>
 #include <gradaccum/data/prefetch.hpp>
 #include <gradaccum/data/tensor_batches.hpp>
@@ -25,6 +26,7 @@
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/metrics.hpp>
 #include <gradaccum/metrics_file.hpp>
+#include <gradaccum/objective_step.hpp>
 #include <gradaccum/optim/adafactor.hpp>
 #include <gradaccum/optim/adam.hpp>
 #include <gradaccum/optim/adam8bit.hpp>

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <concepts>
-#include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -19,8 +18,7 @@ namespace gradaccum {
 
 class AmpScaler;
 namespace detail {
-class CapturedSteps;
-class StepGraphs;
+class FusedGradients;
 struct Multiplier;
 class WindowGradients;
 }  // namespace detail
@@ -202,14 +200,31 @@ struct Loss {
   /// Attaches the model's output and the target, which metrics need.
   Loss with(at::Tensor output_of_model, at::Tensor wanted) const;
 
+  /// Attaches gradients that a function of your own computes, such as a fused backward pass or a kernel.
+  ///
+  ///     at::NoGradGuard no_graph;
+  ///     auto weight = torch::zeros({3, 4}).requires_grad_();
+  ///     auto error = x.mm(weight.t()) - y;
+  ///     auto gradients = [&](const at::Tensor& seed) {
+  ///       return std::vector<at::Tensor>{error.t().mm(x) * (2.0 / error.numel() * seed)};
+  ///     };
+  ///     ga::Loss{error.square().mean(), error.numel()}.with_gradients({weight}, gradients).backward();
+  ///
+  /// `backward` calls the function and adds the result to `.grad`, without autograd's engine. `seed`, the gradient of
+  /// the mean, is 0-dim float64: on the CPU if the host knows it, else on the mean's device. The function returns a
+  /// gradient for each parameter, each in memory of its own, and undefined for a parameter that has none.
+  ///
+  /// A mean with a graph keeps it. By that graph autograd computes the gradients if the function returns an empty
+  /// vector, if `mean` has changed or was replaced, if it or a parameter has a hook, and with `BackwardOptions`. A mean
+  /// without a graph gets one of one operation, which calls the function in these cases.
+  Loss with_gradients(std::vector<at::Tensor> parameters,
+                      std::function<std::vector<at::Tensor>(const at::Tensor& seed)> gradients) const;
+
   void check_shape() const;
   void check() const;
   void backward(const BackwardOptions& options = {}) const;
 
  private:
-  friend class detail::CapturedSteps;
-  friend class detail::StepGraphs;
-
   template <class Count>
   static double number(Count count) {
     static_assert(!std::is_base_of_v<at::TensorBase, Count>,
@@ -221,47 +236,7 @@ struct Loss {
     return 0;
   }
 
-  // Adds the gradients of a `CompiledStep` or `GraphedStep`. Returns false if backward must run instead.
-  std::function<bool(const at::Tensor& loss, const detail::Multiplier& by)> ready_ = {};
-};
-
-/// Counts the micro-batches of a window and their weights, without tensors.
-///
-///     ga::Window window(4);
-///     for (auto& batch : batches) {
-///       window.add(batch.data.size(0));            // this micro-batch is a mean over so many items
-///       if (window.full()) window.restart();       // after the step: mean = sum · first_weight() / total_weight()
-///     }
-///
-/// Weights are used relative to the window's first one, which keeps the magnitude of 16-bit gradients.
-class Window {
- public:
-  explicit Window(std::int64_t steps = 1) : steps_(checked(steps)), next_steps_(steps) {}
-
-  /// Counts a micro-batch of this weight, finite and >= 0.
-  void add(double weight);
-  static void check_weight(double weight);
-
-  std::int64_t count() const { return count_; }
-  std::int64_t steps() const { return steps_; }
-  bool full() const { return count_ >= steps_; }
-  double first_weight() const { return first_weight_; }  ///< the first nonzero weight, or 0
-  double total_weight() const { return total_weight_; }
-
-  /// Sets the steps from the next window on, or from this one if it has no micro-batch yet.
-  void set_steps(std::int64_t steps);
-  /// Sets the steps of this window only, at any time.
-  void set_steps_of_this(std::int64_t steps) { steps_ = checked(steps); }
-  void restart() { *this = Window(next_steps_); }
-
-  /// Continues a window that was saved.
-  void resume(std::int64_t count, double first_weight, double total_weight);
-
- private:
-  static std::int64_t checked(std::int64_t steps);
-
-  std::int64_t steps_, next_steps_, count_ = 0;
-  double first_weight_ = 0, total_weight_ = 0;
+  std::shared_ptr<const detail::FusedGradients> gradients_ = {};
 };
 
 /// The result of an accumulator's `step()` or `flush()`. Converts to true if parameters were updated, or a device

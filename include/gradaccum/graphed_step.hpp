@@ -2,8 +2,8 @@
 #pragma once
 
 #include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/compilation/objective_step.hpp>
 #include <gradaccum/detail/types/types.hpp>
+#include <gradaccum/objective_step.hpp>
 
 #include <torch/nn/module.h>
 

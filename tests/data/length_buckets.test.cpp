@@ -538,7 +538,7 @@ TEST_CASE("LengthBuckets: one loop runs at a time except over copies; after a br
   REQUIRE_ERROR("LengthBuckets: a second loop began inside the first; give it a copy", nested(buckets));
   auto copy = buckets;
   CHECK(nested(copy) == 100);
-  STATIC_REQUIRE(std::input_iterator<LengthBuckets::Iterator>);
+  STATIC_REQUIRE(std::input_iterator<decltype(std::declval<LengthBuckets&>().begin())>);
 
   auto left = straight;
   epoch_of(straight);

@@ -82,7 +82,7 @@ TEST_CASE("TensorBatches: a nested loop is refused; over a copy it is allowed") 
   REQUIRE_ERROR("TensorBatches: a second loop began inside the first", nested(batches));
   auto copy = batches;
   CHECK(nested(copy) == 4);
-  STATIC_REQUIRE(std::input_iterator<ga::data::TensorBatches::Iterator>);
+  STATIC_REQUIRE(std::input_iterator<decltype(std::declval<ga::data::TensorBatches&>().begin())>);
 }
 
 TEST_CASE("TensorBatches: does not disturb the global generator") {

@@ -103,9 +103,9 @@ TEST_CASE("-ffast-math: numbers that must be finite are refused") {
   ga::LearningRates rates(probe.adamw);
   REQUIRE_ERROR("must be finite", rates.set(nan_()));
   REQUIRE_ERROR("must be finite", rates.set(infinity()));
-  ga::Window window;
-  REQUIRE_ERROR("items must be finite", window.add(nan_()));
-  REQUIRE_ERROR("items must be finite", window.add(infinity()));
+  ga::GradAccumulator optimizer(probe.adamw);
+  REQUIRE_ERROR("items must be finite", optimizer.backward({probe.parameter.sum(), nan_()}));
+  REQUIRE_ERROR("items must be finite", optimizer.backward({probe.parameter.sum(), infinity()}));
   REQUIRE_ERROR("growth_factor must be > 1", ga::AmpScaler({.growth_factor = infinity()}));
 }
 

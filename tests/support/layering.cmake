@@ -53,7 +53,7 @@ module(parallel PUBLIC process_group replicas
                   USES types state window data)
 module(verification PUBLIC verify_accumulation
                   USES types window data)
-module(compilation PUBLIC compiled_step exported_model graphed_step
+module(compilation PUBLIC compiled_step exported_model graphed_step objective_step
                   USES types kernels memory window scaling checkpoint data io)
 module(metrics PUBLIC metrics
                   USES types kernels state window watching)

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/data/epoch_order.hpp>
 #include <gradaccum/detail/data/loops.hpp>
 #include <gradaccum/detail/data/samples.hpp>
 

@@ -69,10 +69,9 @@ class Prefetch {
     Batch& batch() { return owner->in_hand_->batch; }
     bool next() { return owner->advance(); }
   };
+  using Iterator = detail::BatchIterator<Batch, Loop>;
 
  public:
-  using Iterator = BatchIterator<Batch, Loop>;
-
   explicit Prefetch(Range&& range, PrefetchOptions options = {})
       : range_(std::forward<Range>(range)), options_(options) {
     TORCH_CHECK(options_.depth >= 1, "Prefetch: depth must be >= 1, got ", options_.depth);

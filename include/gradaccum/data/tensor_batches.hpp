@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/data/epoch_order.hpp>
 #include <gradaccum/detail/data/loops.hpp>
 
 #include <ATen/core/Tensor.h>

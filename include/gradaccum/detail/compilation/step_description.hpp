@@ -35,6 +35,12 @@ struct GraphDescription {
 struct StepDescription {
   std::string model, modes;  ///< `StepModel::text`
   std::vector<GraphDescription> graphs;
+
+  /// Returns `BFloat16` for the modes `training; BFloat16 autocast`, and `no` for `training; no autocast`.
+  std::string autocast() const {
+    const auto until_dtype = modes.substr(0, modes.rfind(' '));
+    return until_dtype.substr(until_dtype.rfind(' ') + 1);
+  }
 };
 
 inline constexpr std::string_view step_format = "gradaccum step", exported_format = "gradaccum exported model";

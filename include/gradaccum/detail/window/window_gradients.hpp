@@ -4,6 +4,7 @@
 #include <gradaccum/detail/window/grad_ready_hooks.hpp>
 #include <gradaccum/detail/window/multiplier.hpp>
 #include <gradaccum/detail/window/seen_tensor.hpp>
+#include <gradaccum/detail/window/window.hpp>
 #include <gradaccum/detail/window/window_sums.hpp>
 #include <gradaccum/gradients.hpp>
 
@@ -49,6 +50,7 @@ class WindowGradients : public std::enable_shared_from_this<WindowGradients> {
   }
   double first_weight() const { return first_weight_; }
   void set_weights(double first, double total) { first_weight_ = first, total_weight_ = total; }
+  void set_weights(const Window& counted) { set_weights(counted.first_weight(), counted.total_weight()); }
   void set_sending() { state_ = State::sending; }
   void set_complete(bool complete) {
     if (!complete && !sending() && !applied()) state_ = State::open;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <gradaccum/detail/checkpoint/forward_state.hpp>
+#include <gradaccum/detail/types/recorded_inputs.hpp>
 #include <gradaccum/detail/types/types.hpp>
 
 #include <ATen/CPUGeneratorImpl.h>

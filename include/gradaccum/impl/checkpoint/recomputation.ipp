@@ -4,6 +4,8 @@
 
 #include <gradaccum/checkpoint.hpp>
 
+#include <gradaccum/detail/types/recorded_inputs.hpp>
+
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/gelu.h>

@@ -211,7 +211,7 @@ GRADACCUM_INLINE void ExportedModelImpl::check_sample(const io::SafetensorsFile&
   const auto got = detail::summarised(graphs_->tried(trial, graph, batch), graph.description);
   auto wanted = sample.results("wanted");
   wanted.random = got.random;
-  const bool as_it_is = graphs_->description().modes.ends_with(" no autocast");
+  const bool as_it_is = graphs_->description().autocast() == "no";
   wanted.tolerance = as_it_is ? detail::tolerance_of(model, got.loss.mean) : 0.1;
   std::optional<detail::TrialResult> exact;
   if (sample.has_exact()) exact = sample.results("exact");
@@ -250,10 +250,9 @@ GRADACCUM_INLINE Loss ExportedModelImpl::run(const std::string& kind, const io::
               ": parameters and buffers must be as they were exported; the model had ",
               detail::first_difference(saved.model, model.text()), ": export the model in that form");
   const auto modes = model.modes();
-  TORCH_CHECK(!modes.autocast || saved.modes.ends_with(c10::str(c10::toString(*modes.autocast), " autocast")),
-              "ExportedModel: ", graphs_->name(), ": autocast is compiled in and must be as in the export, ",
-              saved.modes, ", got ", c10::toString(*modes.autocast),
-              ": export the model with --precision, or remove ga::Autocast here");
+  TORCH_CHECK(!modes.autocast || saved.autocast() == c10::toString(*modes.autocast), "ExportedModel: ", graphs_->name(),
+              ": autocast is compiled in and must be as in the export, ", saved.modes, ", got ",
+              c10::toString(*modes.autocast), ": export the model with --precision, or remove ga::Autocast here");
   return kind == "training" ? graphs_->trained(*graph, std::move(tensors))
                             : graphs_->evaluated(*graph, std::move(tensors));
 }

@@ -20,6 +20,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
 #if !__has_include(<ATen/core/GraphImplInterface.h>) && defined(GRADACCUM_LINKS_CUDA) && \
@@ -236,18 +237,14 @@ class GraphedBackward final : public torch::autograd::Node {
   std::shared_ptr<const PendingBackward> pending_;
 };
 
-GRADACCUM_INLINE bool add_graphed_gradients(const NodePointer& node, const at::Tensor& loss, const Multiplier& seed) {
+/// Returns the graph's own gradients, which the next replay overwrites. The caller keeps the captured step until it has
+/// added them, since they do not own their memory.
+GRADACCUM_INLINE std::vector<at::Tensor> gradients_of_replay(const NodePointer& node, const at::Tensor& seed) {
   auto& backward = static_cast<GraphedBackward&>(*node);
-  const auto accumulators = accumulators_of(node, loss);
-  if (accumulators.empty() || !backward.on_its_stream()) return false;
-  const auto step = backward.replayed([&seed](const at::Tensor& start) {
-    if (seed.on_host())
-      start.fill_(seed.host());
-    else
-      start.copy_(seed.on(start.device()));
-  });
-  add_in_one_pass(accumulators, step->gradients, /*kept=*/true);
-  return true;
+  if (!backward.on_its_stream()) return {};
+  return backward
+      .replayed([&](const at::Tensor& start) { seed.is_cpu() ? start.fill_(seed.item<double>()) : start.copy_(seed); })
+      ->gradients;
 }
 
 /// Captures the step of each layout, checks it against the objective, and replays it.
@@ -489,8 +486,8 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
     const auto node = new_node<GraphedBackward>(std::move(pending));
     node->set_next_edges(torch::autograd::collect_next_edges(step->parameters));
     torch::autograd::set_history(loss.mean, node);
-    loss.ready_ = std::bind_front(&add_graphed_gradients, node);
-    return loss;
+    const auto gradients = [node, step](const at::Tensor& seed) { return gradients_of_replay(node, seed); };
+    return loss.with_gradients(step->parameters, gradients);
   }
 
   /// Compares a step with the objective. Throws if it is another program; the next batch is then compared again.

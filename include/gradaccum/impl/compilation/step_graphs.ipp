@@ -10,13 +10,13 @@
 #include <gradaccum/detail/io/files.hpp>
 #include <gradaccum/detail/io/formats.hpp>
 #include <gradaccum/detail/types/types.hpp>
+#include <gradaccum/detail/window/fused_gradients.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 #include <gradaccum/version.hpp>
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/scalar_tensor.h>
@@ -27,7 +27,6 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/nn/module.h>
@@ -36,7 +35,6 @@
 #include <dlfcn.h>
 #include <algorithm>
 #include <cmath>
-#include <concepts>
 #include <cstdio>
 #include <functional>
 #include <memory>
@@ -94,6 +92,10 @@ class StepModel {
     for (std::size_t i = 0; i < buffers.size(); ++i)
       text += buffer_names[i] + " " + layout_text(buffers[i]) + " buffer\n";
     return text;
+  }
+
+  bool has(at::ScalarType dtype) const {
+    return std::ranges::any_of(seen_, [dtype](const Seen& seen) { return seen.dtype == dtype; });
   }
 
   /// True if the model has LibTorch's MultiheadAttention, which compares query, key and value.
@@ -348,25 +350,6 @@ GRADACCUM_INLINE std::vector<StepDifference> differences_of_steps(const StepMode
   }
   if (!(wanted.random == got.random)) found.push_back({"random numbers were drawn otherwise"});
   return found;
-}
-
-using NodePointer = decltype(torch::autograd::Edge::function);  // the kind of pointer depends on LibTorch's version
-
-template <class Node, class... Arguments>
-NodePointer new_node(Arguments&&... arguments) {
-  if constexpr (std::same_as<NodePointer, std::shared_ptr<torch::autograd::Node>>)
-    return std::make_shared<Node>(std::forward<Arguments>(arguments)...);
-  else
-    return c10::make_intrusive<Node>(std::forward<Arguments>(arguments)...);
-}
-
-/// Returns the node that accumulates a parameter's gradient; null if it is another kind of node, or has hooks that
-/// `say_added` does not call.
-GRADACCUM_INLINE torch::autograd::AccumulateGrad* accumulator_without_hooks(const torch::autograd::Edge& edge) {
-  auto* const node = dynamic_cast<torch::autograd::AccumulateGrad*>(edge.function.get());
-  const bool has_hooks = !node || !node->pre_hooks().empty() || !node->post_hooks().empty() ||
-                         !node->tensor_pre_hooks().empty() || is_waited_for(node->variable);
-  return has_hooks ? nullptr : node;
 }
 
 GRADACCUM_INLINE std::int64_t index_of_target(const Loss& loss, const std::vector<at::Tensor>& batch) {
@@ -641,48 +624,11 @@ class CompiledBackward final : public torch::autograd::Node {
   std::shared_ptr<int> next_exponent_;
 };
 
-using Accumulators = std::vector<torch::autograd::AccumulateGrad*>;
-
-/// Returns the nodes that add a step's gradients to the parameters'. Empty if autograd's engine must do that: the loss
-/// is not the step's any more, or hooks expect the gradients.
-GRADACCUM_INLINE Accumulators accumulators_of(const NodePointer& node, const at::Tensor& loss) {
-  Accumulators accumulators;
-  if (loss.grad_fn().get() != node.get()) return accumulators;
-  for (auto& edge : node->next_edges()) accumulators.push_back(accumulator_without_hooks(edge));
-  return std::ranges::find(accumulators, nullptr) == accumulators.end() ? accumulators : Accumulators();
-}
-
-/// Adds gradients without autograd's engine, whose overhead is as large as a small network's pass. Adds to all sums in
-/// one call, which takes few kernels on a device. `kept`: the caller keeps the gradients' memory.
-GRADACCUM_INLINE void add_in_one_pass(const Accumulators& accumulators, std::vector<at::Tensor> gradients, bool kept) {
-  const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> sums, added, first;
-  Accumulators of_first;
-  for (std::size_t i = 0; i < accumulators.size(); ++i) {
-    const auto& sum = accumulators[i]->variable.grad();
-    const bool has_sum = sum.defined() && sum.layout() == at::kStrided;
-    if (has_sum) sums.push_back(sum);
-    if (!has_sum) of_first.push_back(accumulators[i]);
-    (has_sum ? added : first).push_back(std::move(gradients[i]));
-  }
-  if (kept && !first.empty()) first = at::_foreach_mul(first, 1);  // before a sum changes: it may throw
-  if (!sums.empty()) at::_foreach_add_(sums, added);
-  for (std::size_t i = 0; i < first.size(); ++i) {
-    auto& sum = of_first[i]->variable.mutable_grad();
-    const auto gradient = std::move(first[i]);
-    torch::autograd::AccumulateGrad::accumulateGrad(of_first[i]->variable, sum, gradient, /*num_expected_refs=*/1,
-                                                    [&sum](at::Tensor&& updated) { sum = std::move(updated); });
-  }
-  for (auto* const accumulator : accumulators) say_added(accumulator->variable);
-}
-
-GRADACCUM_INLINE bool add_compiled_gradients(const NodePointer& node, const at::Tensor& loss, const Multiplier& seed) {
-  const auto accumulators = accumulators_of(node, loss);
-  if (accumulators.empty() || !seed.on_host()) return false;
-  auto gradients = static_cast<CompiledBackward&>(*node).gradients(seed.host(), /*retain=*/false);
+GRADACCUM_INLINE std::vector<at::Tensor> gradients_of_step(const NodePointer& node, const at::Tensor& seed) {
+  if (!seed.is_cpu()) return {};
+  auto gradients = static_cast<CompiledBackward&>(*node).gradients(seed.item<double>(), /*retain=*/false);
   node->release_variables();
-  add_in_one_pass(accumulators, std::move(gradients), /*kept=*/false);
-  return true;
+  return gradients;
 }
 
 /// Describes the first line in which two texts differ.
@@ -754,8 +700,7 @@ class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
     for (std::size_t i = 0; i < description_.graphs.size(); ++i) check_graph(i);
     graphs_.reserve(description_.graphs.size());
     for (std::size_t i = 0; i < description_.graphs.size(); ++i) load(i, source);
-    in_float16_ =
-        description_.modes.ends_with("Half autocast") || description_.model.find(" Half [") != std::string::npos;
+    in_float16_ = description_.autocast() == "Half" || model_.has(at::kHalf);
     if (in_float16_) *next_exponent_ = 16;  // the loss scale that AmpScaler begins with
   }
 
@@ -795,8 +740,7 @@ class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
     const auto node = new_node<CompiledBackward>(std::move(computed), next_exponent_);
     node->set_next_edges(torch::autograd::collect_next_edges(graph.parameters));
     torch::autograd::set_history(loss.mean, node);
-    loss.ready_ = std::bind_front(&add_compiled_gradients, node);
-    return loss;
+    return loss.with_gradients(graph.parameters, std::bind_front(&gradients_of_step, node));
   }
 
   /// Runs a pass that has no gradients.

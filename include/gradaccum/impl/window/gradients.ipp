@@ -4,6 +4,7 @@
 
 #include <gradaccum/gradients.hpp>
 
+#include <gradaccum/detail/window/fused_gradients.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 
 #include <ATen/core/grad_mode.h>
@@ -111,6 +112,17 @@ GRADACCUM_INLINE Loss Loss::with(at::Tensor output_of_model, at::Tensor wanted) 
   return loss;
 }
 
+GRADACCUM_INLINE Loss
+Loss::with_gradients(std::vector<at::Tensor> parameters,
+                     std::function<std::vector<at::Tensor>(const at::Tensor& seed)> gradients) const {
+  check_shape();
+  auto fused = std::make_shared<detail::FusedGradients>(std::move(parameters), std::move(gradients));
+  auto loss = *this;
+  loss.mean = fused->attached_to(mean);
+  loss.gradients_ = std::move(fused);
+  return loss;
+}
+
 GRADACCUM_INLINE void Loss::check_shape() const {
   TORCH_CHECK(mean.defined() && mean.numel() == 1, "Loss: the mean must have one element, got ",
               mean.defined() ? c10::str("shape ", mean.sizes()) : "an undefined tensor");
@@ -125,7 +137,7 @@ GRADACCUM_INLINE void Loss::backward(const BackwardOptions& options) const {
   check();
   const auto by = product_of(seed);
   const bool plain = !options.retain_graph.value_or(false) && !options.create_graph && options.inputs.empty();
-  if (ready_ && plain && ready_(mean, by)) return;
+  if (gradients_ && plain && gradients_->add_to_parameters(mean, by)) return;
   at::Tensor start;
   if (by.on_host() && !by.is_one()) start = at::full_like(mean, by.host());
   if (!by.on_host()) start = by.on(mean.device()).to(mean.scalar_type()).expand_as(mean);
@@ -136,38 +148,6 @@ GRADACCUM_INLINE void Loss::backward(const BackwardOptions& options) const {
            "detach() its tensors, or add the losses";
   };
   detail::explaining("graph a second time", why, run);
-}
-
-GRADACCUM_INLINE void Window::add(double weight) {
-  check_weight(weight);
-  TORCH_CHECK(detail::is_finite(total_weight_ + weight), "Loss: the items of a window must have a finite sum, got ",
-              total_weight_, " + ", weight);
-  ++count_;
-  if (first_weight_ == 0) first_weight_ = weight;
-  total_weight_ += weight;
-}
-
-GRADACCUM_INLINE void Window::check_weight(double weight) {
-  TORCH_CHECK(detail::is_finite(weight) && weight >= 0, "Loss: items must be finite and >= 0, got ", weight);
-}
-
-GRADACCUM_INLINE void Window::set_steps(std::int64_t steps) {
-  next_steps_ = checked(steps);
-  if (count_ == 0) steps_ = steps;
-}
-
-GRADACCUM_INLINE void Window::resume(std::int64_t count, double first_weight, double total_weight) {
-  check_weight(first_weight);
-  check_weight(total_weight);
-  TORCH_CHECK(count >= 0 && (count > 0 || total_weight == 0) && (first_weight > 0) == (total_weight > 0),
-              "Window: a saved window must have a count >= 0 and items that fit it, got ", count, ", ", first_weight,
-              " and ", total_weight);
-  count_ = count, first_weight_ = first_weight, total_weight_ = total_weight;
-}
-
-GRADACCUM_INLINE std::int64_t Window::checked(std::int64_t steps) {
-  TORCH_CHECK(steps >= 1, "GradAccumulator: steps must be >= 1, got ", steps);
-  return steps;
 }
 
 GRADACCUM_INLINE at::Tensor clip_grad_norm_(Gradients gradients, double max_norm) {

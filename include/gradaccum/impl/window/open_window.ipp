@@ -64,7 +64,7 @@ GRADACCUM_INLINE void OpenWindow::open(const std::vector<at::Tensor>& parameters
   now_.gradients = std::move(next);
   now_.form = WindowForm::none;
   now_.in_hand = now_.scaled = now_.closing_with_others = false;
-  now_.gradients->set_weights(0, 0);
+  now_.gradients->set_weights(now_.counter);
   now_.gradients->set_complete(false);
   misuse_->opened(after_another);
 }
@@ -100,7 +100,7 @@ GRADACCUM_INLINE void OpenWindow::run_backward(const Loss& loss, const BackwardO
   const auto run = [&] { loss.backward(options); };
   const bool sends = peers_ && (fills || peers_->take_each_backward());
   if (!sends && !(fills && steps_in_backward())) return run();
-  now_.gradients->set_weights(now_.counter.first_weight(), now_.counter.total_weight());
+  now_.gradients->set_weights(now_.counter);
   if (peers_ && fills) now_.gradients->set_sending();
   if (sends) return peers_->backward(now_.gradients, run);
   step_in_backward(now_.gradients, *optimizer_, run);
@@ -224,7 +224,7 @@ GRADACCUM_INLINE void OpenWindow::resume(const Copy& window) {
   if (sums_apart_) now_.gradients->sums().move_apart();
   now_.counter = window.window;
   now_.form = window.form, now_.scaled = window.scaled;
-  now_.gradients->set_weights(now_.counter.first_weight(), now_.counter.total_weight());
+  now_.gradients->set_weights(now_.counter);
   misuse_->look();
 }
 
@@ -298,7 +298,7 @@ GRADACCUM_INLINE void OpenWindow::finish_micro_batch(bool complete) {
   if (sums_apart_ && !complete && !now_.gradients->applied()) now_.gradients->sums().move_apart();
   const bool seen = now_.weighted() && !apart && !now_.gradients->applied();  // backward has checked them
   if (!seen) misuse_->look();
-  now_.gradients->set_weights(now_.counter.first_weight(), now_.counter.total_weight());
+  now_.gradients->set_weights(now_.counter);
   if (complete && peers_) {
     now_.gradients->set_sending();
     or_spoil([&] { peers_->reduce(now_.gradients); });

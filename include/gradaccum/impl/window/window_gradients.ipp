@@ -9,8 +9,6 @@
 #include <ATen/ops/stack.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
-
 #include <gradaccum/impl/begin.ipp>
 
 namespace gradaccum::detail {
