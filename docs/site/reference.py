@@ -11,7 +11,7 @@ UNDOCUMENTED = re.compile(r"\boverride$|^using .*::\w+$|^using \w+(_type|_catego
 HOOK = re.compile(r"\b(attach|\w+_scope|(before|after|on)_\w+|at_boundary|scale_gradients)\(")
 INTERNAL = {"Accumulator": ("NamedWindow", "named_window", "others_continue"),
             "TrainerBase": ("set_accumulate_in", "set_in_backward", "steps_in_backward"),
-            "DataParallel": ("others_continue",), "Archive": ("set_folder", "set_ranks")}
+            "Archive": ("set_folder", "set_ranks")}
 BASES = re.compile(r"\s*:\s*((?:public|private|protected)?\s*[\w:]+(?:<[^{]*>)?(?:,\s*)?)+$")
 
 

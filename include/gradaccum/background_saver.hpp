@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
+// module: saving
 
 #include <gradaccum/training_state.hpp>
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
+// module: checkpoint
 
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/detail/checkpoint/recomputation.hpp>

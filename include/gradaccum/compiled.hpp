@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
+// module: everything
 
 // Contains all definitions of the library. Include it in one file of a program whose files are all compiled with
 // GRADACCUM_COMPILED. CMake's target gradaccum::compiled does this.

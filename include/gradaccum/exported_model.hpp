@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
+// module: compilation
 
 #include <gradaccum/compiled_step.hpp>
 #include <gradaccum/gradients.hpp>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
+// module: training
 
 #include <gradaccum/archive.hpp>
 #include <gradaccum/memory_meter.hpp>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
+// module: everything
 
 #include <gradaccum/amp_scaler.hpp>
 #include <gradaccum/archive.hpp>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
+// module: metrics
 
 #include <gradaccum/gradients.hpp>
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
+// module: kernels
 
 #include <cstdlib>
 #include <string_view>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
+// module: compilation
 
 #include <gradaccum/detail/data/samples.hpp>
 #include <gradaccum/detail/types/types.hpp>

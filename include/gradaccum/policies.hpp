@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
+// module: policies
 
 // Includes the policies that most programs use. The others take longer to compile, such as policies/data_parallel.hpp
 // and policies/fit_memory.hpp: include them only in files that use them.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
+// module: training
 
 // Declarations of policies need these headers, directly or through them.
 #include <gradaccum/archive.hpp>

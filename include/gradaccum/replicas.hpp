@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
+// module: parallel
 
 #include <gradaccum/detail/parallel/replica_communicator.hpp>
 #include <gradaccum/detail/types/types.hpp>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
+// module: training
 
 #include <gradaccum/fit_options.hpp>
 #include <gradaccum/learning_rates.hpp>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
+// module: build
 
 // These are the only macros that the library leaves defined. The build reads its version from here.
 #define GRADACCUM_VERSION_MAJOR 0

@@ -104,6 +104,17 @@ foreach(file IN LISTS files)
   endforeach()
 endforeach()
 
+# A public header says its module in the line under #pragma once.
+foreach(file IN LISTS files)
+  if(file MATCHES "[.]hpp$" AND NOT file MATCHES "^(detail|impl)/")
+    module_of("${file}" module)
+    file(READ "${INCLUDE}/gradaccum/${file}" text)
+    if(NOT text MATCHES "\n#pragma once\n// module: ${module}\n")
+      message(SEND_ERROR "${file} must have the line \"// module: ${module}\" under #pragma once")
+    endif()
+  endif()
+endforeach()
+
 # gradaccum.hpp must include every public header except the one that changes a program by its inclusion, and
 # compiled.hpp all definitions.
 foreach(file IN LISTS files)

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
+// module: data
 
 #include <gradaccum/archive.hpp>
 #include <gradaccum/detail/build/inline.hpp>

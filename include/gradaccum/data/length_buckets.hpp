@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
+// module: data
 
 #include <gradaccum/data/epoch_order.hpp>
 #include <gradaccum/detail/data/loops.hpp>

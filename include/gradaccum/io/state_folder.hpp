@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
+// module: io
 
 #include <gradaccum/archive.hpp>
 #include <gradaccum/detail/io/formats.hpp>

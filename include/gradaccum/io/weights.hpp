@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
+// module: io
 
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/io/safetensors.hpp>

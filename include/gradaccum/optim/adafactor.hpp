@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
+// module: optimizers
 
 #include <gradaccum/detail/optimizers/one_pass.hpp>
 #include <gradaccum/detail/state/pieces.hpp>

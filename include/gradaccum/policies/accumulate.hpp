@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
+// module: policies
 
 #include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/types/types.hpp>

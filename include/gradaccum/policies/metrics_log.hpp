@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
+// module: policies
 
 #include <gradaccum/archive.hpp>
 #include <gradaccum/metrics_file.hpp>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
+// module: policies
 
 #include <gradaccum/amp_scaler.hpp>
 #include <gradaccum/autocast.hpp>
