@@ -63,9 +63,10 @@ struct FitOptions {
   std::optional<std::int64_t> epochs = {};   ///< maximum number of epochs; 1 if there is no other limit
   std::optional<std::int64_t> updates = {};  ///< maximum number of updates
   std::optional<std::int64_t> samples = {};  ///< number of samples after which to stop, at the end of a window
-  std::optional<std::chrono::duration<double>> time = {};  ///< time in this call after which to stop, as with samples
-  Tail tail = Tail::flush;                                 ///< what to do with an epoch's last, incomplete window
-  OnNan on_nan = OnNan::stop;                              ///< what to do with non-finite losses and gradients
+  std::optional<std::chrono::duration<double>> time =
+      {};                       ///< time of this call after which to stop, at the end of a window
+  Tail tail = Tail::flush;      ///< what to do with an epoch's last, incomplete window
+  OnNan on_nan = OnNan::stop;   ///< what to do with non-finite losses and gradients
   bool smoke = false;           ///< train one window and evaluate on one batch, to check that everything runs
   ResumeFrom resume = {};       ///< resume from the newest state in this directory, if there is one; see `ga::save`
   bool allow_changes = false;   ///< with `resume`: allow a different model, data or settings
@@ -84,7 +85,7 @@ class FitProgress {
   FitOptions options = {};                   ///< of the running `fit`
   std::int64_t epoch = 0;                    ///< current epoch, counted from 0 over all calls of `fit`
   std::int64_t epochs = 0;                   ///< completed epochs of this `fit`
-  std::int64_t batch = 0;                    ///< batches of this epoch so far
+  std::int64_t batch = 0;                    ///< batches of this epoch that this rank has begun
   std::optional<std::int64_t> batches = {};  ///< batches per epoch; unknown in the first if the range has no size()
   std::int64_t updates = 0;                  ///< windows that made an update
   std::int64_t skipped = 0;                  ///< windows that did not

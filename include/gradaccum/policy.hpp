@@ -64,10 +64,18 @@ struct Step {
 #include <gradaccum/detail/training/hooks.inl>
 #undef GRADACCUM_HOOK
 
+namespace detail {
+class AnyPolicy;
+}
+
 /// A policy that runs in a Trainer: what `start` of the library's policies returns.
 class PolicyRun {
  public:
   virtual ~PolicyRun() = default;
+
+ private:
+  friend class detail::AnyPolicy;
+  PolicyRun() = default;
 };
 
 namespace detail {
@@ -75,14 +83,21 @@ namespace detail {
 /// True for a policy of the library that has only options. The Trainer calls the hooks of the object that its `start`
 /// returns, once the `attach` of all policies was called.
 template <class P>
-concept has_run = requires(P& policy, TrainerBase& trainer) {
-  { policy.start(trainer) } -> std::same_as<std::shared_ptr<PolicyRun>>;
+concept has_run = requires {
+  { &P::start } -> std::convertible_to<std::shared_ptr<PolicyRun> (P::*)(TrainerBase&)>;
 };
 
 /// True for options of the library that a Trainer holds as their `Running`, with results that `Trainer::policy` gives
 /// access to, or with hooks.
 template <class P>
-concept has_running = std::derived_from<typename P::Running, P>;
+concept has_running = std::same_as<typename P::Running::Options, P>;
+
+/// True for a class derived from such options, which has no `Running` of its own.
+template <class P>
+concept derives_from_running = !has_running<P> && requires {
+  typename P::Running::Options;
+}
+&&std::derived_from<P, typename P::Running::Options> && !std::derived_from<P, typename P::Running>;
 
 }  // namespace detail
 

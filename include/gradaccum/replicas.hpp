@@ -53,7 +53,8 @@ namespace gradaccum {
 /// complete window has only this rank's pieces of the gradients, but the norm of all.
 class Replicas {
  public:
-  /// Connects a model and its accumulator. With a Trainer use the policy `DataParallel`.
+  /// Connects a model and its accumulator to the other ranks, which all construct one, and copies rank 0's parameters
+  /// and buffers to all. With a Trainer use the policy `DataParallel`.
   template <class Model, class Optimizer>
   Replicas(ProcessGroup group, Model& model, Optimizer& optimizer, ReplicasOptions options = {})
       : group_(std::move(group)), model_(&detail::module_of(model)), communicator_(communicator_of(group_, options)) {

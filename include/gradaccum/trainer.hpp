@@ -180,7 +180,7 @@ class Trainer : public TrainerBase {
   Optimizer& optimizer() { return optimizer_; }
   void check_optimizer_state() override { OptimizerState(optimizer_, module()).check(); }
   template <class Hook>
-  static constexpr bool has =  ///< true if a policy has the hook
+  static constexpr bool has =  ///< true if a policy itself has the hook, not only what its `start` returns
       (Hook::template in<detail::policy_t<Policies>> || ...);
   /// Returns the policy of this type; for policies with results, such as `Report`, their `Running`.
   template <class Policy>

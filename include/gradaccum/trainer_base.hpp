@@ -47,7 +47,8 @@ class TrainerBase {
   void stop_on_all(std::string why);
   /// Ends `fit` after a signal, without its tail, so that another process can resume from a state.
   void interrupt(int signal);
-  /// Makes `SaveState` save at the next boundary: on all ranks, if there are several.
+  /// Makes `SaveState` save at the next boundary of this `fit`; with several ranks at the first after the next window.
+  /// `WhenBusy::skip` drops the request while a state is being written.
   void request_save();
 
   virtual torch::nn::Module& module() = 0;
@@ -64,9 +65,9 @@ class TrainerBase {
   /// number of micro-batches and ranks.
   std::int64_t updates_at_epoch_begin() const;
   bool closing() const;        ///< true if the current backward pass fills the window; false when flush() closes it
-  const Step& window() const;  ///< epoch, micro_batches, samples and items of the current window so far
+  const Step& window() const;  ///< the open window: its first epoch, and this rank's counts
   const FitProgress& progress() const;  ///< of the running `fit`, or of the last one
-  FitReport report() const;             ///< what `fit` would return now, without the memory
+  FitReport report() const;             ///< what the running `fit` would return now, without the memory
   /// Passes an evaluation to `on_validation` of all policies. Call it from a policy that evaluates, as `Validate` does.
   /// `EarlyStopping` counts `due` evaluations only.
   void validated(std::string name, Evaluation found, bool due = true);
@@ -89,8 +90,8 @@ class TrainerBase {
   void leave_out(std::vector<std::string> buffers);  ///< names of buffers that states do not have
   void will_set_learning_rate();  ///< announces, in `attach`, that a policy sets the rate for each update
   bool is_first() const;          ///< true on rank 0, which writes files and shows progress
-  /// Calls `run` once all policies are attached, immediately if they are. In `attach` it then need not be undone if
-  /// another policy throws.
+  /// Calls `run` once all policies are attached and started, immediately if they are. What `attach` does in it need not
+  /// be undone if another policy throws.
   void when_built(std::function<void()> run);
 
   /// Saves or loads everything that a bitwise identical resume needs; see `ga::save`. Call it between micro-batches.
@@ -100,7 +101,7 @@ class TrainerBase {
 
  protected:
   explicit TrainerBase(std::unique_ptr<detail::AnyOptimizer> optimizer);
-  /// Attaches all policies.
+  /// Attaches and starts all policies.
   void built();
   /// Destroys the policies. The derived class's destructor calls it, so that they see a complete Trainer until then.
   void end();

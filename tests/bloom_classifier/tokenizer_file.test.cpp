@@ -72,7 +72,7 @@ TEST_CASE("tokenizer file: files of current and older versions of tokenizers are
   require_accepted([](Json& file) { file["model"]["dropout"] = 0.0; });
 }
 
-TEST_CASE("tokenizer file: other kinds are refused by name", "[tokenizer]") {
+TEST_CASE("tokenizer file: errors name each component that differs from BLOOM's", "[tokenizer]") {
   require_error_at("/normalizer", {{"type", "NFKC"}}, "normalizer must be null, as BLOOM's, got 'NFKC'");
   require_error_at("/model", unigram, "model must be BPE, as BLOOM's, got 'Unigram'");
   require_error_at("/model/type", "WordPiece", "model must be BPE, as BLOOM's, got 'WordPiece'");

@@ -100,7 +100,7 @@ TEST_CASE("bloom: techniques that save memory, with the same bits") {
   CHECK(outcome_of(options) == plain);
 }
 
-TEST_CASE("bloom: steps in backward give the same bits; with bfloat16 weights it learns, and resumes bitwise") {
+TEST_CASE("bloom: steps in backward give the same bits; bfloat16 weights stay finite, and resume bitwise") {
   const testing::Directory directory;
   bloom::make_demo_files(directory / "files", 30, 1);
   auto options = options_for(directory / "files");

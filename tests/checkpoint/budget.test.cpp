@@ -713,7 +713,7 @@ TEST_CASE("CheckpointedSequential: memory decreases with each segment of backwar
   }
 }
 
-TEST_CASE("Budget: a thousand steps leave nothing behind") {
+TEST_CASE("Budget: a thousand steps leak neither memory nor references to modules") {
   const auto chain = with_input(rebuilt_chain(), randoms({2, 8}));
   const auto modules = std::vector<nn::AnyModule>(chain.net->begin(), chain.net->end());
   const auto owners = [&] {

@@ -162,7 +162,7 @@ TEST_CASE("CheckpointSearch: after a failure the other way remains, if there is 
   CHECK_FALSE(none.searches());
 }
 
-TEST_CASE("CheckpointSearch: less and less is kept after failures, but not forever") {
+TEST_CASE("CheckpointSearch: each failure lowers the budget, until fails() returns false") {
   Search s;
   CHECK(s.search.fails());
   s.search.share(4000);

@@ -48,7 +48,7 @@ TEST_CASE("lr: the phases meet at their exact rates") {
   CHECK(lr::Constant{peak, 10, start}(last) == peak);
 }
 
-TEST_CASE("lr: by default a warm-up begins one step above 0") {
+TEST_CASE("lr: by default the rate of update 0 is peak / (warmup + 1)") {
   const lr::Constant rate{.peak = 0.5, .warmup = 4};
   for (int update = 0; update < 4; ++update) CHECK(rate(update) == Approx(0.1 * (update + 1)).epsilon(1e-15));
   CHECK(rate(4) == 0.5);

@@ -3,8 +3,8 @@
 
 #include <gradaccum/amp_scaler.hpp>
 #include <gradaccum/detail/optimizers/param_states.hpp>
-#include <gradaccum/detail/state/pieces.hpp>
 #include <gradaccum/detail/parallel/shards.hpp>
+#include <gradaccum/detail/state/pieces.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/io/state_folder.hpp>
 #include <gradaccum/memory_meter.hpp>
@@ -528,7 +528,9 @@ TEST_CASE("Shard: states resume bitwise with the same number of ranks, with anot
   }
 }
 
-TEST_CASE("Shard: a rank takes 8 + 8 / ranks bytes per parameter, or 4 + 12 / ranks, and twice the largest bucket") {
+TEST_CASE(
+    "Shard: with AdamW a rank needs at most 8 + 8/ranks bytes per parameter, or 4 + 12/ranks with gradients, and two "
+    "buckets") {
   const int number = GENERATE(1, 2, 4);
   const auto peak_of = [&](ga::Shard shard) {
     std::vector<std::int64_t> peaks(static_cast<std::size_t>(number)), parameters = peaks;

@@ -573,7 +573,9 @@ TEST_CASE("EarlyStopping, SaveState: the metric determines which value is better
         scene.model, scene.adam, objective, stopping, ga::Validate(scene.validation, metrics...),
         ga::SaveState{
             .directory = directory / "states", .keep_best = 1, .metric = stopping.metric, .mode = stopping.mode});
-    return trainer.template policy<ga::EarlyStopping>().mode.value();
+    const auto mode = trainer.template policy<ga::EarlyStopping>().mode;
+    CHECK(trainer.template policy<ga::SaveState>().mode == mode);
+    return mode.value();
   };
   CHECK(build({}) == ga::Mode::min);
   CHECK(build({.metric = "f1"}, ga::F1{}) == ga::Mode::max);

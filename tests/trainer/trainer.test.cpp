@@ -912,6 +912,45 @@ TEST_CASE("Trainer: hooks of a policy of several ranks are called before those o
   CHECK(calls == std::vector<std::string>{"ranks", "one"});
 }
 
+TEST_CASE("Trainer: a class derived from a policy keeps its own hooks beside the policy's") {
+  struct Counts : ga::Accumulate {
+    std::int64_t* updates = nullptr;
+    void after_step(const ga::Step&) { ++*updates; }
+  };
+  Probe probe;
+  std::int64_t updates = 0;
+  Counts counts;
+  counts.steps = 2;
+  counts.updates = &updates;
+  ga::Trainer trainer(probe, probe.sgd, slope, counts);
+  trainer.fit(std::vector<double>{1.0, 1.0, 1.0, 1.0});
+  CHECK(updates == 2);
+}
+
+TEST_CASE("Trainer: what attach of a policy sets is not undone by policies that start later") {
+  struct InFloat {
+    void attach(ga::TrainerBase& trainer) { trainer.set_accumulate_in(at::kFloat); }
+  };
+  torch::nn::Linear net(torch::nn::LinearOptions(1, 1).bias(false));
+  net->to(at::kBFloat16);
+  torch::nn::init::zeros_(net->weight);
+  torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(1.0));
+  // 256 + 1 + 1 is 258 in float32, and 256 in bfloat16.
+  const auto weighed = [](auto& model, double slope) { return ga::Loss{(model->weight * slope).sum(), 1}; };
+  ga::Trainer trainer(net, sgd, weighed, ga::Accumulate{.steps = 3}, InFloat{});
+  trainer.fit(std::vector<double>{256, 1, 1});
+  CHECK(net->weight.item<float>() == -86.0f);
+}
+
+TEST_CASE("Trainer: results of a policy that has not started are refused") {
+  struct Early {
+    void attach(auto& trainer) { trainer.template policy<ga::MixedPrecision>().amp_scaler(); }
+  };
+  Probe probe;
+  REQUIRE_ERROR("amp_scaler() must be called after the trainer is built",
+                ga::Trainer(probe, probe.sgd, slope, ga::MixedPrecision{}, Early{}));
+}
+
 TEST_CASE("Trainer: two Trainers with the same options of a policy have a run each") {
   Probe one, other;
   const ga::MixedPrecision half{.dtype = at::kHalf, .scaler = {.init_scale = 256.0}};

@@ -12,7 +12,7 @@
 
 namespace gradaccum::optim {
 
-/// LibTorch's options, so files of them are interchangeable.
+/// LibTorch's own class of options, so that files of LibTorch's AdamW load here, and the reverse.
 using AdamWOptions = torch::optim::AdamWOptions;
 
 /// torch::optim::AdamW in one pass over memory, which also applies a window's deferred factor.
@@ -53,7 +53,7 @@ class AdamW : public OnePassOptimizer<AdamW, torch::optim::AdamW, torch::optim::
   GRADACCUM_INLINE void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
 };
 
-/// LibTorch's options, so files of them are interchangeable.
+/// LibTorch's own class of options, so that files of LibTorch's AdamW load here, and the reverse.
 using AdamOptions = torch::optim::AdamOptions;
 
 /// torch::optim::Adam in one pass over memory, which also applies a window's deferred factor.

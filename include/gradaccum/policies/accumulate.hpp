@@ -27,7 +27,7 @@ struct Accumulate {
   Count batch_size = 0;                                ///< samples per update, by `batch_size(batch)`; 0: use steps
   std::optional<at::ScalarType> accumulate_in = {};    ///< kFloat: 16-bit gradients are summed in float32
 
-  std::shared_ptr<PolicyRun> start(TrainerBase& trainer) const;
+  std::shared_ptr<PolicyRun> start(TrainerBase& trainer);
 };
 
 }  // namespace gradaccum

@@ -43,7 +43,10 @@ struct DataParallel {
 /// A DataParallel in a Trainer: what `trainer.policy<ga::DataParallel>()` returns.
 class DataParallel::Running : public DataParallel {
  public:
-  explicit Running(DataParallel options) : DataParallel(std::move(options)) {}
+  using Options = DataParallel;
+  explicit Running(DataParallel given) : DataParallel(std::move(given)) {}
+
+  Replicas& replicas() const;  ///< the connected model, for example to broadcast its buffers
 
   void attach(TrainerBase& trainer);
   bool others_continue() const;

@@ -53,7 +53,7 @@ struct FitMemory {
   std::int64_t min_rows = 1;  ///< fewest rows of a micro-batch; BatchNorm needs 2
   std::vector<CheckpointedSequential> checkpointed = {};  ///< checkpointed parts that the model has not registered
   struct Run;
-  std::shared_ptr<Run> run = {};  ///< not an option: the plan; copies share it, except a Trainer's
+  mutable std::shared_ptr<Run> run = {};  ///< not an option: the plan; copies share it, except a Trainer's
 
   const MemoryPlan& plan() const;
 
@@ -73,7 +73,7 @@ struct FitMemory {
  private:
   friend class detail::FittedBatches;
 
-  detail::MemoryFitter& fitter();
+  detail::MemoryFitter& fitter() const;
   Loss backward(Accumulator& optimizer, torch::nn::Module& module, const detail::AnyBatch& batch);
 };
 

@@ -33,7 +33,7 @@ struct MetricsLog {
   bool append = false;              ///< append to an existing file rather than overwrite it
   std::chrono::duration<double> flush_every = std::chrono::seconds(1);  ///< how long lines may be buffered
 
-  std::shared_ptr<PolicyRun> start(TrainerBase& trainer) const;
+  std::shared_ptr<PolicyRun> start(TrainerBase& trainer);
 };
 
 }  // namespace gradaccum

@@ -37,7 +37,8 @@ struct MixedPrecision {
 /// A MixedPrecision in a Trainer: what `trainer.policy<ga::MixedPrecision>()` returns.
 class MixedPrecision::Running : public MixedPrecision {
  public:
-  explicit Running(MixedPrecision options) : MixedPrecision(std::move(options)) {}
+  using Options = MixedPrecision;
+  explicit Running(MixedPrecision given) : MixedPrecision(std::move(given)) {}
   std::shared_ptr<PolicyRun> start(TrainerBase& trainer);
 
   AmpScaler& amp_scaler() const;  ///< disabled, except with float16

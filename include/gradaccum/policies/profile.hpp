@@ -50,7 +50,8 @@ struct Profile {
 /// A Profile in a Trainer: what `trainer.policy<ga::Profile>()` returns.
 class Profile::Running : public Profile {
  public:
-  explicit Running(Profile options) : Profile(std::move(options)) {}
+  using Options = Profile;
+  explicit Running(Profile given) : Profile(std::move(given)) {}
   std::shared_ptr<PolicyRun> start(TrainerBase& trainer);
 
   /// Returns nullptr until the last of the updates.

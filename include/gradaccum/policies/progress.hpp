@@ -20,7 +20,7 @@ struct Progress {
 
   ProgressLineOptions line = {};
 
-  std::shared_ptr<PolicyRun> start(TrainerBase& trainer) const;
+  std::shared_ptr<PolicyRun> start(TrainerBase& trainer);
 };
 
 }  // namespace gradaccum

@@ -46,7 +46,8 @@ struct Report {
 /// A Report in a Trainer: what `trainer.policy<ga::Report>()` returns.
 class Report::Running : public Report {
  public:
-  explicit Running(Report options) : Report(std::move(options)) {}
+  using Options = Report;
+  explicit Running(Report given) : Report(std::move(given)) {}
   std::shared_ptr<PolicyRun> start(TrainerBase& trainer);
 
   /// Returns the curves of this training, for example to show several trainings on one page. Throws except on rank 0.

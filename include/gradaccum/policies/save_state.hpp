@@ -66,7 +66,7 @@ struct SaveState {
   bool stage_on_device = false;             ///< copy within the device's memory first: see `BackgroundSaverOptions`
   std::vector<std::string> leave_out = {};  ///< names of buffers to leave out, such as buffers that grow with the data
 
-  std::shared_ptr<PolicyRun> start(TrainerBase& trainer) const;
+  std::shared_ptr<PolicyRun> start(TrainerBase& trainer);
 };
 
 }  // namespace gradaccum

@@ -48,7 +48,8 @@ struct TensorBoard {
 /// A TensorBoard in a Trainer: what `trainer.policy<ga::TensorBoard>()` returns.
 class TensorBoard::Running : public TensorBoard {
  public:
-  explicit Running(TensorBoard options) : TensorBoard(std::move(options)) {}
+  using Options = TensorBoard;
+  explicit Running(TensorBoard given) : TensorBoard(std::move(given)) {}
   std::shared_ptr<PolicyRun> start(TrainerBase& trainer);
 
   /// Returns the writer, for numbers of your own with the same steps. Null on ranks that do not write, and in a

@@ -20,7 +20,7 @@ namespace gradaccum::detail {
 #if __has_include(<ATen/core/GraphImplInterface.h>)
 using at::GraphImplInterface;
 #else
-/// A device's graphs, with the functions that at::GraphImplInterface has since LibTorch 2.15.
+/// A graph of a device: the functions of at::GraphImplInterface, which LibTorch has from 2.15 on, that are used here.
 struct GraphImplInterface {
   virtual ~GraphImplInterface() = default;
   virtual void capture_begin(c10::MempoolId_t pool) = 0;

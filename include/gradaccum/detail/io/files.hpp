@@ -187,7 +187,7 @@ class UnfinishedState {
 
   const std::filesystem::path& folder() const { return folder_; }
 
-  /// Syncs and renames the folder, whose files are synced. Returns the state's path.
+  /// Syncs the folder, whose files must be synced, gives it its final name and syncs that. Returns the state's path.
   std::filesystem::path finish();
 
  private:

@@ -15,7 +15,7 @@ AdamStep prepared(AdamStep step, const Multiplier& multiplier);
 SgdStep prepared(SgdStep step, const Multiplier& multiplier);
 Adam8bitStep prepared(Adam8bitStep step, const Multiplier& multiplier);
 
-/// Returns a step's moments in the form of the parameter's state.
+/// Returns moments as the state stores them: after a step by rows a sparse tensor of these, else unchanged.
 template <class Step>
 at::Tensor state_tensor(const Step& step, const at::Tensor& moments);
 

@@ -59,7 +59,7 @@ class ReplicaCommunicator final : public Communicator {
 
   /// Connects devices directly, if each rank has these parameters on a separate device.
   void connect(const std::vector<at::Tensor>& parameters);
-  /// Drops the connections when the replicas are destroyed. Training then throws.
+  /// Drops the connections, as ~Replicas does. The next exchange then throws.
   void disconnect();
 
   /// Returns a line per group of a sharded optimizer with the settings that must be equal on all ranks: parameters

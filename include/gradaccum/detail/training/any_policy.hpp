@@ -27,6 +27,9 @@ struct Callback {
 template <class P>
 auto as_policy(P policy) {
   static_assert(!std::is_final_v<P>, "Trainer: a policy must not be final: its hooks are found by deriving from it");
+  static_assert(!derives_from_running<P>,
+                "Trainer: a class that is derived from DataParallel, MixedPrecision, Profile, Report or TensorBoard is "
+                "no policy; pass the options themselves, and a policy of your own beside them");
   constexpr bool callable = std::invocable<P&, const Step&>;
   if constexpr (has_running<P>) {
     return typename P::Running(std::move(policy));
@@ -81,9 +84,6 @@ class AnyPolicy : public PolicyRun {
   using Hook = Result (*)(AnyPolicy&, Arguments...);
   using ScopeHook = Hook<std::shared_ptr<void>, std::shared_ptr<void>>;  ///< returns a guard that holds the given one
 
-  /// The hooks of the policy, or of its run once that has been started.
-  AnyPolicy& hooks() { return run ? *run : *this; }
-
   std::shared_ptr<PolicyRun> (*start)(AnyPolicy&, TrainerBase&) = nullptr;  ///< null if the policy has no run
   std::shared_ptr<AnyPolicy> run = nullptr;
 
@@ -101,6 +101,8 @@ class PolicyOf final : public AnyPolicy {
   explicit PolicyOf(std::in_place_t, Given&&... given) : policy{std::forward<Given>(given)...} {
     set_hooks();
   }
+
+  ~PolicyOf() override { this->run.reset(); }  // it may refer to the policy
 
   P policy;
 
@@ -138,7 +140,7 @@ class PolicyOf final : public AnyPolicy {
   }
   template <class Found>
   static void set(Hook<void, Archive&>& hook) {
-    if constexpr (Found::template in<P>) {
+    if constexpr (Found::template in<P> && !has_run<P>) {  // else the run saves the policy
       constexpr bool has_name = requires(P & one) { std::string_view(one.name); };
       static_assert(has_name, "policy: with state(ga::Archive&) goes a member std::string_view name, static or not");
       static_cast<void>(&Found::template call<P, Archive>);
@@ -208,7 +210,9 @@ class PolicyList {
     for_each_with(hook, [&](auto call, AnyPolicy& policy) { call(policy, arguments...); });
   }
   std::int64_t count_with(AnyPolicy::Hook<bool> AnyPolicy::*hook) const {
-    return std::count_if(list_.begin(), list_.end(), [&](auto& policy) { return policy->hooks().*hook != nullptr; });
+    std::int64_t count = 0;
+    for_each_with(hook, [&](auto, AnyPolicy&) { ++count; });
+    return count;
   }
 
   /// Returns true if no policy returns false.
@@ -248,11 +252,12 @@ class PolicyList {
   }
 
  private:
-  /// Calls `use` with the hook of each policy that has it.
+  /// Calls `use` with the hook of each policy and each run that has it.
   template <class Hook>
-  void for_each_with(Hook AnyPolicy::*hook, auto use) {
+  void for_each_with(Hook AnyPolicy::*hook, auto use) const {
     for (auto& policy : list_)
-      if (const auto call = policy->hooks().*hook) use(call, policy->hooks());
+      for (auto* const one : {policy.get(), policy->run.get()})
+        if (one && one->*hook) use(one->*hook, *one);
   }
   /// Calls the hook of all policies, and returns true if one returned `answer`.
   bool any_says(bool answer, AnyPolicy::Hook<bool> AnyPolicy::*hook) {

@@ -38,7 +38,7 @@ class DataPosition {
   void begin_epoch() {
     if (!batches_have_state()) epoch_begin_ = states_of_generators();
   }
-  /// Remembers the current batch, so that a state can identify it until forget().
+  /// Counts the batch. Batches without a state are also kept until forget(), so that a state can have a fingerprint.
   void see(const AnyBatch& batch) {
     taken_ += 1;
     if (!batches_have_state()) batch_ = &batch;

@@ -45,7 +45,8 @@ class Loop {
   void micro_batch(const AnyBatch& batch, bool begins, bool may_close);
   const OpenWindow& window() const { return window_; }
   bool is_window_begun() const { return record_.so_far().micro_batches > 0; }
-  /// Returns the samples that the window lacks, if windows are counted in samples.
+  /// Returns how many samples the open window still needs; nullopt if windows are not counted in samples, or if it
+  /// has enough.
   std::optional<std::int64_t> missing_samples() const;
   /// A copy of what a micro-batch changes, except for the model's buffers and random numbers.
   struct WindowCopy {
@@ -112,7 +113,7 @@ class Loop {
   void archive_given(Archive& archive);
   bool interrupted() const { return fit_.signal() != 0; }
   /// Returns the number of micro-batches in a window of this epoch.
-  std::int64_t steps_in(std::int64_t epoch) const { return steps_in_ ? steps_in_(epoch) : 1; }
+  std::int64_t steps_in(std::int64_t epoch) const;
 
   TrainerBase& trainer_;
   OpenWindow window_;

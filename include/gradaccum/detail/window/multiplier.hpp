@@ -22,7 +22,7 @@ struct Multiplier {
   double host() const { return numerator / denominator; }
   bool is_one() const { return on_host() && host() == 1; }
 
-  /// Returns the whole product as a 0-dim float64 tensor on `device`.
+  /// Returns the factor as a 0-dim float64 tensor on `device`.
   at::Tensor on(at::Device device) const;
 
   Multiplier moved_to(at::Device device) const;

@@ -230,7 +230,7 @@ GRADACCUM_INLINE void RowPlan::state(Archive& archive) {
 }
 
 GRADACCUM_INLINE void MemoryFitter::run(const Limits& limits, const DividedBatch& batch) {
-  TORCH_CHECK(limits.budget >= 0, "FitMemory: budget must be > 0, got ", limits.budget);
+  TORCH_CHECK(limits.budget >= 0, "FitMemory: budget must be >= 0, got ", limits.budget);
   TORCH_CHECK(limits.min_rows >= 1 && limits.min_rows <= std::int64_t{1} << 40,
               "FitMemory: min_rows must be >= 1, got ", limits.min_rows);
   limits_ = limits;

@@ -129,7 +129,8 @@ GRADACCUM_INLINE std::optional<std::int64_t> extract_count(NamedTensors& tensors
   return static_cast<std::int64_t>(count);
 }
 
-/// Moves a parameter's tensors from `tensors` into `state`, and checks them. Returns false if there are none.
+/// Moves a parameter's tensors from `tensors` into `state`. Returns false if it has none there, and throws if they do
+/// not fit.
 GRADACCUM_INLINE bool load_state(torch::optim::OptimizerParamState& state, NamedTensors& tensors,
                                  const std::string& name, const at::Tensor& parameter) {
   const auto parts = parts_of(state);

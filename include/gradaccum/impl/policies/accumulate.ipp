@@ -47,7 +47,7 @@ struct AccumulateRun {
 
 }  // namespace detail
 
-GRADACCUM_INLINE std::shared_ptr<PolicyRun> Accumulate::start(TrainerBase& trainer) const {
+GRADACCUM_INLINE std::shared_ptr<PolicyRun> Accumulate::start(TrainerBase& trainer) {
   TORCH_CHECK(steps >= 1, "Accumulate: steps must be >= 1, got ", steps);
   TORCH_CHECK(batch_size >= 0, "Accumulate: batch_size must be >= 1, or 0 to use steps, got ", batch_size);
   TORCH_CHECK(batch_size == 0 || (steps == 1 && schedule.empty()),
@@ -56,9 +56,10 @@ GRADACCUM_INLINE std::shared_ptr<PolicyRun> Accumulate::start(TrainerBase& train
     TORCH_CHECK(epoch >= 0 && number >= 1, "Accumulate: schedule must have epochs >= 0 and steps >= 1, got {", epoch,
                 ", ", number, "}");
   const auto run = detail::started<detail::AccumulateRun>(*this, trainer.window());
-  trainer.set_accumulate_in(accumulate_in);
-  trainer.set_batch_size(batch_size);
-  if (batch_size == 0)
+  if (accumulate_in) trainer.set_accumulate_in(accumulate_in);
+  if (batch_size > 0)
+    trainer.set_batch_size(batch_size);
+  else
     trainer.set_micro_batches_per_window([&run = run->policy](std::int64_t epoch) { return run.steps_in(epoch); });
   return run;
 }

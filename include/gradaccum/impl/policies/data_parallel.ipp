@@ -28,6 +28,11 @@ GRADACCUM_INLINE void DataParallel::Running::attach(TrainerBase& trainer) {
   }
 }
 
+GRADACCUM_INLINE Replicas& DataParallel::Running::replicas() const {
+  TORCH_CHECK(replicas_, "DataParallel: replicas() must be called after the policy is attached");
+  return *replicas_;
+}
+
 GRADACCUM_INLINE bool DataParallel::Running::others_continue() const { return replicas_->others_continue(); }
 
 GRADACCUM_INLINE void DataParallel::Running::after_step(const Step& step) const {

@@ -31,7 +31,7 @@ namespace detail {
 /// Divides a Trainer's batches into micro-batches that fit into memory; see `FitMemory`.
 class FittedBatches final : public BatchDivider {
  public:
-  FittedBatches(TrainerBase& trainer, FitMemory& memory) : trainer_(trainer), memory_(memory) {}
+  FittedBatches(TrainerBase& trainer, const FitMemory& memory) : trainer_(trainer), memory_(memory) {}
 
   /// Divides a batch of an evaluation into parts of as many rows as in training, if that number is known.
   void for_each_part(const AnyBatch& batch, c10::function_ref<void(const AnyBatch&)> use) const override {
@@ -83,12 +83,13 @@ class FittedBatches final : public BatchDivider {
   Loop& loop() const { return Loop::of(trainer_); }
 
   TrainerBase& trainer_;
-  FitMemory& memory_;  // not its fitter: the policy may be assigned
+  const FitMemory& memory_;  // not its fitter: the policy may be assigned
 };
 
 }  // namespace detail
 
-/// Keeps the sizes that an earlier hand-written loop has found.
+/// Copies the plan, so that the Trainer does not share it with other copies of this FitMemory. The copy starts with the
+/// sizes that were measured before, for example in a hand-written loop.
 GRADACCUM_INLINE void FitMemory::attach(TrainerBase& trainer) {
   run = run ? std::make_shared<Run>(*run) : nullptr;
   trainer.when_built([this, &trainer] {
@@ -109,12 +110,9 @@ GRADACCUM_INLINE void FitMemory::state(Archive& archive) {
   fitter().state(archive);
 }
 
-GRADACCUM_INLINE const MemoryPlan& FitMemory::plan() const {
-  static const MemoryPlan none;
-  return run ? run->plan() : none;
-}
+GRADACCUM_INLINE const MemoryPlan& FitMemory::plan() const { return fitter().plan(); }
 
-GRADACCUM_INLINE detail::MemoryFitter& FitMemory::fitter() {
+GRADACCUM_INLINE detail::MemoryFitter& FitMemory::fitter() const {
   if (!run) run = std::make_shared<Run>();
   return *run;
 }
@@ -125,9 +123,10 @@ GRADACCUM_INLINE Loss FitMemory::backward(Accumulator& optimizer, torch::nn::Mod
   auto& window = *optimizer.window_;
   TORCH_CHECK(optimizer.micro_steps() == 0 && !window.in_hand(),
               "FitMemory: backward must begin a window, which it fills; call optimizer.step() before the next");
-  TORCH_CHECK(!window.steps_in_backward(),
-              "FitMemory: must not be combined with in_backward: steps during a backward pass cannot be undone when it "
-              "runs out of memory");
+  TORCH_CHECK(
+      !window.steps_in_backward(),
+      "FitMemory: must not be combined with the accumulator's in_backward: its steps during a backward pass cannot be "
+      "undone when that pass runs out of memory; use only one of the two");
   TORCH_CHECK(window.steps() == 1, "FitMemory: the accumulator's steps must be 1, since a window is one batch, got ",
               window.steps());
   const auto kind = batch.kind();

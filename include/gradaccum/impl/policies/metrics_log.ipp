@@ -102,7 +102,7 @@ struct MetricsLogRun {
 
 }  // namespace detail
 
-GRADACCUM_INLINE std::shared_ptr<PolicyRun> MetricsLog::start(TrainerBase& trainer) const {
+GRADACCUM_INLINE std::shared_ptr<PolicyRun> MetricsLog::start(TrainerBase& trainer) {
   TORCH_CHECK(every >= 1, "MetricsLog: every must be >= 1, got ", every);
   const auto seconds = flush_every.count();
   TORCH_CHECK(seconds >= 0, "MetricsLog: flush_every must be >= 0 seconds, got ", seconds);

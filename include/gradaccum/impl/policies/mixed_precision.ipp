@@ -51,7 +51,11 @@ GRADACCUM_INLINE std::shared_ptr<PolicyRun> MixedPrecision::Running::start(Train
   return run;
 }
 
-GRADACCUM_INLINE AmpScaler& MixedPrecision::Running::amp_scaler() const { return run_->amp_scaler; }
+GRADACCUM_INLINE AmpScaler& MixedPrecision::Running::amp_scaler() const {
+  TORCH_CHECK(run_,
+              "MixedPrecision: amp_scaler() must be called after the trainer is built, in when_built() of a policy");
+  return run_->amp_scaler;
+}
 
 }  // namespace gradaccum
 

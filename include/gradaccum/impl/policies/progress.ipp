@@ -71,7 +71,7 @@ struct ProgressRun {
 
 }  // namespace detail
 
-GRADACCUM_INLINE std::shared_ptr<PolicyRun> Progress::start(TrainerBase& trainer) const {
+GRADACCUM_INLINE std::shared_ptr<PolicyRun> Progress::start(TrainerBase& trainer) {
   auto shown = line;
   if (!trainer.is_first()) shown.to = nullptr;
   return detail::started<detail::ProgressRun>(trainer, shown);

@@ -232,7 +232,7 @@ GRADACCUM_INLINE std::shared_ptr<PolicyRun> Report::Running::start(TrainerBase& 
 }
 
 GRADACCUM_INLINE const Curves& Report::Running::curves() const {
-  TORCH_CHECK(run_, "Report: only rank 0 has the curves");
+  TORCH_CHECK(run_, "Report: only rank 0 has the curves, once the trainer is built");
   return run_->page.curves();
 }
 

@@ -29,7 +29,6 @@ struct SaveStateRun {
 
   const SaveState& options;
   TrainerBase& trainer;
-  std::optional<Mode> mode = {};  // of the metric, if best states are kept
 
   /// What a fit has saved and still has to save.
   struct OfFit {
@@ -96,9 +95,9 @@ struct SaveStateRun {
     auto& best = fit.best;
     const auto count = static_cast<std::size_t>(options.keep_best);
     const auto position =
-        std::find_if(best.begin(), best.end(), [&](double other) { return is_better(*mode, *number, other); });
+        std::find_if(best.begin(), best.end(), [&](double other) { return is_better(*options.mode, *number, other); });
     if (is_nan(*number) || (position == best.end() && best.size() >= count)) return;
-    if (position == best.begin()) warn_if_last("SaveState", options.metric, *mode, *number);
+    if (position == best.begin()) warn_if_last("SaveState", options.metric, *options.mode, *number);
     best.insert(position, *number);
     if (best.size() > count) best.pop_back();
     fit.best_is_due = true;
@@ -108,7 +107,7 @@ struct SaveStateRun {
   void state(Archive& archive) {
     using Text = std::optional<std::string>;
     MeasuredState of{.metric = fit.measured ? Text(options.metric) : Text(),
-                     .better = fit.measured ? Text(*mode == Mode::min ? "min" : "max") : Text(),
+                     .better = fit.measured ? Text(*options.mode == Mode::min ? "min" : "max") : Text(),
                      .number = fit.measured};
     of.state(archive);
     std::vector<double> bests;
@@ -120,7 +119,7 @@ struct SaveStateRun {
     }
     fit.finished = fit.finished || archive.loading();
     if (!archive.loading()) return;
-    fit.measured = mode && of.metric == options.metric ? of.number : std::nullopt;
+    fit.measured = options.mode && of.metric == options.metric ? of.number : std::nullopt;
     fit.best = std::move(bests);
   }
 
@@ -140,10 +139,11 @@ struct SaveStateRun {
 
   /// Saves, or begins to save in the background. `must_not_be_skipped`: waits for a state that is still being written.
   void save(bool must_not_be_skipped) {
-    const auto keep = [this](const std::filesystem::path& path) {
-      StateDirectory states(options.directory);
+    const auto keep = [this, directory = options.directory, keep_last = options.keep_last,
+                       keep_best = options.keep_best](const std::filesystem::path& path) {  // runs on a thread
+      StateDirectory states(directory);
       fit.last = fit.last ? states.replace(*fit.last, path) : path;
-      if (options.keep_last > 0) states.keep_last(options.keep_last, best_states(options.directory, options.keep_best));
+      if (keep_last > 0) states.keep_last(keep_last, best_states(directory, keep_best));
       return *fit.last;
     };
     Loop::of(trainer).note_save();
@@ -159,7 +159,7 @@ struct SaveStateRun {
 
 }  // namespace detail
 
-GRADACCUM_INLINE std::shared_ptr<PolicyRun> SaveState::start(TrainerBase& trainer) const {
+GRADACCUM_INLINE std::shared_ptr<PolicyRun> SaveState::start(TrainerBase& trainer) {
   TORCH_CHECK(!directory.empty(), "SaveState: directory must be given");
   TORCH_CHECK(every_updates >= 1, "SaveState: every_updates must be >= 1, got ", every_updates);
   TORCH_CHECK(every_minutes >= 0, "SaveState: every_minutes must be >= 0, got ", every_minutes);
@@ -169,10 +169,9 @@ GRADACCUM_INLINE std::shared_ptr<PolicyRun> SaveState::start(TrainerBase& traine
   TORCH_CHECK(keep_last >= 0, "SaveState: keep_last must be >= 0, got ", keep_last);
   TORCH_CHECK(keep_best >= 0, "SaveState: keep_best must be >= 0, got ", keep_best);
   trainer.check_optimizer_state();
-  trainer.leave_out(leave_out);
-  const auto run = detail::started<detail::SaveStateRun>(*this, trainer);
-  if (keep_best > 0) run->policy.mode = detail::mode_of("SaveState", metric, mode, &trainer.metrics());
-  return run;
+  if (!leave_out.empty()) trainer.leave_out(leave_out);
+  if (keep_best > 0) mode = detail::mode_of("SaveState", metric, mode, &trainer.metrics());
+  return detail::started<detail::SaveStateRun>(*this, trainer);
 }
 
 }  // namespace gradaccum

@@ -183,7 +183,7 @@ GRADACCUM_INLINE void write_list(const std::filesystem::path& path, const StateF
   });
 }
 
-/// Adds the files of a list to `files`, and removes the list.
+/// Adds the entries of the list that another rank has written to `files`, and removes the list.
 GRADACCUM_INLINE void take_list(const std::filesystem::path& path, StateFiles& files) {
   auto lines = plain_stream(std::string(MappedFile(path).text()));
   Manifest::File file;

@@ -373,6 +373,13 @@ GRADACCUM_INLINE std::optional<std::int64_t> Loop::missing_samples() const {
   return batch_size_ > 0 && missing > 0 ? std::optional(missing) : std::nullopt;
 }
 
+GRADACCUM_INLINE std::int64_t Loop::steps_in(std::int64_t epoch) const {
+  const auto steps = steps_in_ ? steps_in_(epoch) : 1;
+  TORCH_CHECK(steps >= 1, "Trainer: the number of micro-batches per window must be >= 1, got ", steps, " for epoch ",
+              epoch);
+  return steps;
+}
+
 GRADACCUM_INLINE Loop::WindowCopy Loop::copy_window() {
   WindowCopy copy{.record = record_, .fit = fit_};
   policies_.state_in_window(copy.policies);

@@ -59,7 +59,7 @@ GRADACCUM_INLINE void add_sum(WindowSums::Named& named, const std::string& slot,
   named.emplace(slot + kind + name, sum._values().detach());
 }
 
-/// Copies a sum into the parameter's memory order, as after backward, because a norm is summed in that order.
+/// Copies a loaded sum into the parameter's memory order, which backward uses and in which a norm is summed.
 GRADACCUM_INLINE at::Tensor dense_sum(const at::Tensor& parameter, const at::Tensor& saved, const std::string& name) {
   TORCH_CHECK(saved.sizes() == parameter.sizes() && saved.is_complex() == parameter.is_complex() &&
                   (saved.is_floating_point() || saved.is_complex()),
