@@ -864,6 +864,10 @@ TEST_CASE("Trainer: an invalid state changes nothing") {
 
 namespace {
 
+struct Early {
+  void attach(auto& trainer) { trainer.template policy<ga::MixedPrecision>().amp_scaler(); }
+};
+
 // Records the order in which hooks are called.
 struct Order {
   std::vector<std::string> calls = {};
@@ -943,9 +947,6 @@ TEST_CASE("Trainer: what attach of a policy sets is not undone by policies that 
 }
 
 TEST_CASE("Trainer: results of a policy that has not started are refused") {
-  struct Early {
-    void attach(auto& trainer) { trainer.template policy<ga::MixedPrecision>().amp_scaler(); }
-  };
   Probe probe;
   REQUIRE_ERROR("amp_scaler() must be called after the trainer is built",
                 ga::Trainer(probe, probe.sgd, slope, ga::MixedPrecision{}, Early{}));
