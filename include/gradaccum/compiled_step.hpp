@@ -60,20 +60,17 @@ std::shared_ptr<RecordedSteps<CompiledStepReport>> load_step(torch::nn::Module& 
 ///  }
 ///  std::cout << step.report();
 ///
-/// Returns the objective's result, a Tensor or a `ga::Loss`, for `loss.backward()`, `ga::GradAccumulator` or
-/// `ga::AmpScaler`; as `step(model, batch)` it replaces the objective of a `ga::Trainer`. Gradients are computed with
-/// the loss; backward multiplies them by the seed and adds them to `.grad`. Random numbers are the objective's. The
-/// model must outlive the step. Copies are the same step, which one thread at a time may use. `create_graph` is not
-/// supported; `.in_backward` works, but saves no memory.
+/// Returns the objective's result, for `loss.backward()`, `ga::GradAccumulator` or `ga::AmpScaler`; as
+/// `step(model, batch)` it replaces the objective of a `ga::Trainer`. Gradients are computed with the loss, and random
+/// numbers are the objective's. The model must outlive the step. Copies are the same step, which one thread at a time
+/// may use. `create_graph` is not supported; `.in_backward` works, but saves no memory.
 ///
-/// Falling back. Runs the objective itself for other layouts, other modes (evaluation, autocast) and a changed model
-/// (frozen, moved); `report()` counts the reasons. Also runs it for the first batch of a layout to compare results, and
-/// throws `c10::Error` if they differ by more than rounding. If the difference may be rounding, it warns, and runs the
-/// objective for this layout.
+/// Falling back. Runs the objective itself for other layouts and modes, and for a changed model; `report()` counts the
+/// reasons. Compares both for the first batch of a layout, and throws `c10::Error` if they differ by more than
+/// rounding.
 ///
-/// Trust. The folder has code that runs with this program's rights: use only folders that you trust, or build the step
-/// in (`ga::InProgram`). Throws if files have changed since they were compiled, or if they are for another version of
-/// LibTorch, other parameters or another processor.
+/// Trust. The folder has code that runs with this program's rights: use only folders that you trust, or `InProgram`.
+/// Throws if files have changed, or are for another LibTorch, model or processor.
 ///
 /// @note On a CUDA device, code that can be captured is replayed as by a `ga::GraphedStep`: it does not synchronize,
 /// and does not support `retain_graph`. Code with float16 is not captured, since backward reads the loss scale.

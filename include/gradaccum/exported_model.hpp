@@ -43,17 +43,15 @@ struct ExportedModelOptions {
 ///  }
 ///  model->save_weights("trained");        // for from_pretrained() and load_state_dict() of Python
 ///
-/// A `torch::nn::Module` with Python's names of parameters and buffers, for optimizers, `ga::Trainer` and states.
-/// Compiled code computes its loss, gradients and outputs, with the modes and dtypes of the export and LibTorch's
-/// number of threads. It draws the same random numbers as Python.
+/// A `torch::nn::Module` with Python's names of parameters and buffers. Compiled code computes loss, gradients and
+/// outputs in the modes and dtypes of the export, and draws the same random numbers as Python.
 ///
 /// Trust. The folder has code that runs with this program's rights: use only folders that you trust, or build the code
-/// in. Throws `c10::Error` or `std::runtime_error` if a file has changed, if it is for another version of LibTorch or
-/// another processor, or if results for the folder's sample differ from Python's by more than rounding.
+/// in. Throws `c10::Error` or `std::runtime_error` if a file has changed, is for another LibTorch or processor, or gives
+/// another result than Python for the folder's sample.
 ///
 /// Limits. Parameters may be frozen, but not unfrozen if they were frozen in the export. Dtypes and devices cannot
-/// change. Checkpoints have no effect inside the code. Copies of the holder are the same model, which one thread at a
-/// time may use.
+/// change. Checkpoints have no effect. Copies of the holder are the same model, which one thread at a time may use.
 ///
 /// @note Runs on the CPU, or on the current CUDA device if exported from one. There it synchronizes to read a number of
 /// items that the export counts, and the seed of a float16 loss.
