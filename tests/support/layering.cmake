@@ -56,13 +56,13 @@ module(verification PUBLIC verify_accumulation
 module(compilation PUBLIC compiled_step exported_model graphed_step objective_step
                   USES types kernels memory window scaling checkpoint data io)
 module(metrics PUBLIC metrics
-                  USES types kernels state window watching)
+                  USES state window watching)
 module(saving PUBLIC background_saver training_state
                   USES types kernels state window optimizers io parallel metrics)
 module(training PUBLIC fit_options policy trainer_base
-                  USES types kernels memory state window optimizers data watching metrics saving)
+                  USES types memory state window optimizers data watching metrics saving)
 module(policies PUBLIC policies policies/ trainer
-                  USES types kernels memory state window scaling optimizers checkpoint data fitting io watching parallel metrics saving training)
+                  USES types kernels memory state window scaling optimizers checkpoint fitting io watching parallel metrics saving training)
 module(everything PUBLIC compiled gradaccum)
 set(used_by_everything ${modules})
 
