@@ -392,11 +392,11 @@ TEST_CASE("FitMemory: other exceptions are passed on") {
                    ga::FitMemory wrong{.budget = -1};
                    wrong.backward(optimizer, net, batch, objective);
                  }),
-                 "budget must be > 0, got -1"));
+                 "budget must be >= 0, got -1"));
   ga::optim::AdamW adamw(net->parameters(), 0.1);
   ga::GradAccumulator inside(adamw, {.in_backward = true});
   CHECK(contains(error_of([&] { memory.backward(inside, net, batch, objective); }),
-                 "must not be combined with in_backward"));
+                 "must not be combined with the accumulator's in_backward"));
   CHECK(contains(error_of([&] { ga::Trainer(net, adamw, objective, ga::FitMemory{}, ga::OptimizerInBackward{}); }),
                  "must not be combined with OptimizerInBackward"));
 }
