@@ -4,6 +4,7 @@
 
 #include <gradaccum/metrics.hpp>
 
+#include <gradaccum/detail/window/window.hpp>
 #include <gradaccum/archive.hpp>
 #include <gradaccum/progress_line.hpp>
 
