@@ -4,8 +4,8 @@
 
 #include <gradaccum/metrics.hpp>
 
-#include <gradaccum/detail/window/window.hpp>
 #include <gradaccum/archive.hpp>
+#include <gradaccum/detail/window/window.hpp>
 #include <gradaccum/progress_line.hpp>
 
 #include <ATen/core/grad_mode.h>

@@ -97,7 +97,7 @@ struct MetricsFile::File {
     flushed = Clock::now();
     if (waiting.empty()) return;
     const detail::NoFileSizeSignal no_signal;
-    const auto whole = (is_torn ? "\n" : "") + std::exchange(waiting, {});
+    const auto whole = std::string(is_torn ? "\n" : "") + std::exchange(waiting, {});
     const auto written = std::fwrite(whole.data(), 1, whole.size(), file);
     if (written > 0) is_torn = whole[written - 1] != '\n';
     if (written < whole.size()) fail(std::strerror(errno));
