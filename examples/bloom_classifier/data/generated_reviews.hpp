@@ -93,19 +93,17 @@ inline std::string review_text(Random& random, bool is_good, std::size_t length,
       std::min<std::uint64_t>(static_cast<std::uint64_t>(options.max_opinions), length / max_opinion_words);
   const auto opinions = 1 + random.below(most);
   std::vector<std::string> sentences;
+  const auto add = [&](const Words& words) {
+    length -= words.size();
+    sentences.push_back(sentence_of(words, random));
+  };
   std::uint64_t contrary = 0;
   for (std::uint64_t i = 0; i < opinions; ++i) {
     const bool is_contrary = random.percent(options.contrary_percent) && 2 * (contrary + 1) < opinions;
     if (is_contrary) ++contrary;
-    const auto words = opinion(random, is_good != is_contrary, random.percent(options.negated_percent));
-    length -= words.size();
-    sentences.push_back(sentence_of(words, random));
+    add(opinion(random, is_good != is_contrary, random.percent(options.negated_percent)));
   }
-  while (length > 0) {
-    const auto words = remark(random, length, names);
-    length -= words.size();
-    sentences.push_back(sentence_of(words, random));
-  }
+  while (length > 0) add(remark(random, length, names));
   random.shuffle(sentences);
   std::string text = sentences[0];
   for (std::size_t i = 1; i < sentences.size(); ++i)
