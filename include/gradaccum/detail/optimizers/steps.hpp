@@ -16,9 +16,8 @@
 
 /// The steps of this library's optimizers. A step has the tensors that it reads and writes, and runs
 ///
-/// - on the CPU by `step_on_cpu` (cpu_steps.hpp): SIMD kernels in one parallel loop; a sparse gradient steps only its
-/// own
-///   rows (row_steps.hpp);
+/// - on the CPU by `step_on_cpu` (cpu_steps.hpp): SIMD kernels in one parallel loop; a sparse gradient steps its own
+///   rows only (row_steps.hpp);
 /// - on a device by `plan_steps` (device_steps.hpp), which adds to a `StepPlan`, per parameter, the library's kernels
 ///   (`add_kernel_steps`) or, for Adam and SGD only, ATen's operations (`plan_aten_steps`).
 namespace gradaccum::detail {

@@ -30,7 +30,7 @@ struct SaveStateRun {
   const SaveState& options;
   TrainerBase& trainer;
 
-  /// What a fit has saved and still has to save.
+  /// The saved and the due states of one fit.
   struct OfFit {
     std::optional<std::filesystem::path> last = {};  // the last state that this fit saved
     bool due = false, best_is_due = false, finished = false;

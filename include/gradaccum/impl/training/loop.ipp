@@ -168,7 +168,7 @@ GRADACCUM_INLINE bool Loop::train_parts(const AnyBatch& batch) {
 /// Ranks exchange the gradients of a divided batch only when the window closes, because its parts may be undone until
 /// then.
 GRADACCUM_INLINE void Loop::micro_batch(const AnyBatch& batch, bool begins, bool may_close) {
-  if (record_.so_far().micro_batches == 0) window_.clear_others();
+  if (!is_window_begun()) window_.clear_others();
   record_.begin_micro_batch(batch.samples(), begins, fit_);
   auto scopes = policies_.scopes(&AnyPolicy::forward_scope);
   Loss loss = batch.loss();
@@ -255,7 +255,7 @@ GRADACCUM_INLINE bool Loop::close_window() {
 
 /// Closes the window if this rank or another has added a micro-batch to it.
 GRADACCUM_INLINE bool Loop::close_if_begun() {
-  return (record_.so_far().micro_batches > 0 || window_.closes_with_others()) && close_window();
+  return (is_window_begun() || window_.closes_with_others()) && close_window();
 }
 
 GRADACCUM_INLINE void Loop::end_epoch() {
@@ -315,7 +315,7 @@ GRADACCUM_INLINE void Loop::train_with_others() {
 
 /// Checks limits only between two windows.
 GRADACCUM_INLINE void Loop::stop_at_limits() {
-  if (record_.so_far().micro_batches == 0) fit_.stop_at_limits();
+  if (!is_window_begun()) fit_.stop_at_limits();
 }
 
 /// Calls every `before_boundary` first: a validation there may stop the fit before another policy saves its state.

@@ -50,9 +50,7 @@ GRADACCUM_INLINE void TrainerBase::stop_on_all(std::string why) { loop_->fit_.st
 GRADACCUM_INLINE void TrainerBase::interrupt(int signal) { loop_->fit_.interrupt(signal); }
 GRADACCUM_INLINE void TrainerBase::request_save() { loop_->fit_.request_save(); }
 
-GRADACCUM_INLINE std::vector<at::Tensor> TrainerBase::parameters() const {
-  return loop_->window_.optimizer().parameters();
-}
+GRADACCUM_INLINE std::vector<at::Tensor> TrainerBase::parameters() const { return loop_->parameters(); }
 GRADACCUM_INLINE at::Device TrainerBase::device() const { return loop_->window_.optimizer().device(); }
 GRADACCUM_INLINE std::string TrainerBase::optimizer_name() const { return loop_->window_.optimizer().name(); }
 GRADACCUM_INLINE std::int64_t TrainerBase::updates() const { return loop_->counts_.updates; }
