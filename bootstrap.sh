@@ -34,8 +34,10 @@ usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 
        ./bootstrap.sh test --ci               those that CI runs: with the preset dev all but each header compiled
                                               alone, some exported models and some consumers
        ./bootstrap.sh test --list             name the folders and their files
-                                              Each takes --preset PRESET: dev (the default: newest LibTorch and g++) or
-                                              oldest (oldest LibTorch and clang++, under sanitizers, with fewer tests).
+                                              Each takes --preset PRESET: dev (the default: newest LibTorch and g++),
+                                              oldest (oldest LibTorch and clang++, under sanitizers, with fewer tests) or
+                                              aarch64 (compiled for Arm, and run by an emulator: the core without what
+                                              takes hours there); and --torch VERSION: a LibTorch from 2.8.0 to 2.15.0.
                                               build/PRESET/ledger.txt has what took how long
        ./bootstrap.sh packages                install what the tests of both presets need, and nothing else
        ./bootstrap.sh bench [--no-python] [ARGUMENT...]
@@ -56,6 +58,8 @@ transformers need, with CUDA's toolkit 290 MB more. Python's PyTorch, for `oracl
 `--compile`, is several GB more.
 END
 }
+
+unset GRADACCUM_BUILD_SUFFIX  # run_tests sets it for --torch, and presets add it to the name of the build folder
 
 step() { printf '==> %s\n' "$*"; }
 fail() { printf 'bootstrap.sh: %s\n' "$*" >&2; exit 1; }
@@ -402,7 +406,12 @@ need_to_test() {
       need_to_build clang++
       need libclang-rt-dev "links_sanitizers clang++" "the sanitizers of the preset 'oldest'"
       ;;
-    *) fail "there is no test preset '$1'; dev and oldest there are" ;;
+    aarch64)
+      need_to_build g++
+      need g++-aarch64-linux-gnu "have aarch64-linux-gnu-g++" "compiles for aarch64"
+      need qemu-user "have qemu-aarch64" "runs programs for aarch64"
+      ;;
+    *) fail "there is no test preset '$1'; dev, oldest and aarch64 there are" ;;
   esac
   need catch2 "" "runs the tests"
 }
@@ -410,6 +419,7 @@ need_to_test() {
 install_packages() {
   need_to_test dev
   need_to_test oldest
+  need g++-mingw-w64-x86-64-posix "have x86_64-w64-mingw32-g++-posix" "reads the headers as on Windows"
   install_missing
 }
 
@@ -428,11 +438,11 @@ list_tests() {
 }
 
 # measured STAGE COMMAND...: runs the command and writes its time to the ledger of the preset.
-measured() { python3 tests/support/ledger.py "build/$preset" stage "$@"; }
+measured() { python3 tests/support/ledger.py "$tree" stage "$@"; }
 
 # build_tests TARGET...
 build_tests() {
-  python3 tests/support/ledger.py "build/$preset" begin
+  python3 tests/support/ledger.py "$tree" begin
   step "Configuring (preset $preset; the first time this fetches LibTorch, which takes a few minutes on a slow line)"
   measured "configure, and fetch LibTorch" cmake --preset "$preset" "${options[@]}"
   step "Building with $(build_jobs) jobs (the first time this takes minutes)"
@@ -445,15 +455,16 @@ build_tests() {
 run_ctest() {
   local status=0
   step "Testing"
-  measured "test" ctest --preset "$preset" --output-junit "$PWD/build/$preset/tests.xml" "$@" || status=$?
+  measured "test" ctest --preset "$preset" --output-junit "$PWD/$tree/tests.xml" "$@" || status=$?
   step "What took how long"
-  python3 tests/support/ledger.py "build/$preset" print || step "The ledger could not be printed"
+  python3 tests/support/ledger.py "$tree" print || step "The ledger could not be printed"
   return $status
 }
 
 # run_cases FOLDER PATTERN: runs test cases by name; those with the tag [cuda] run on the emulated device.
 run_cases() {
-  local where=build/$preset/tests program tag output status found=""
+  if [[ $preset == aarch64 ]]; then fail "with the preset aarch64 a pattern must match files of tests/$1, got '$2'"; fi
+  local where=$tree/tests program tag output status found=""
   local device=$where/support/emulated_cuda/libemulated_cuda.so
   for program in "$where"{,"/$1"}/"gradaccum.tests.$1"{,.*}; do
     if [[ ! -f $program || ! -x $program ]]; then continue; fi
@@ -474,11 +485,13 @@ run_cases() {
 }
 
 run_tests() {
-  local preset=dev which="" options=() folder="" pattern=""
+  local preset=dev which="" options=() folder="" pattern="" torch=""
   while (( $# > 0 )); do
     case $1 in
       --preset) preset=${2-}; shift ;;
       --preset=*) preset=${1#--preset=} ;;
+      --torch) torch=${2-}; shift ;;
+      --torch=*) torch=${1#--torch=} ;;
       --all | --ci) which=${1#--} ;;
       --list) list_tests; return ;;
       -*) usage >&2; exit 2 ;;
@@ -496,16 +509,24 @@ run_tests() {
   need_to_test "$preset"
   install_missing
   check_cmake
+  if [[ $torch ]]; then
+    [[ -e cmake/libtorch-$torch-cpu.txt ]] || fail "there is no pinned LibTorch '$torch'; cmake/libtorch-*-cpu.txt has those there are"
+    export GRADACCUM_BUILD_SUFFIX=-torch-$torch
+    local venv=$PWD/build/_libtorch-$torch
+    if [[ $preset == aarch64 ]]; then venv+=-aarch64; fi
+    options+=("-DGRADACCUM_TORCH_VERSION=$torch" "-DGRADACCUM_TORCH_VENV=$venv")
+  fi
+  local tree=build/$preset${GRADACCUM_BUILD_SUFFIX-}
   case ${which:-$folder} in
     "")
-      options=(-DGRADACCUM_WEEKLY_TESTS=OFF)
+      options+=(-DGRADACCUM_WEEKLY_TESTS=OFF)
       build_tests tests.core
       run_ctest -L '^core$'
       step "This was the core. ./bootstrap.sh test --all runs the rest, too: devices, kernels, code that Python exported, examples, adoption,
     other consumers, programs that must not compile, most kills, fuzzing, -ffast-math, benchmarks, the doctor, documentation, headers"
       ;;
     all | ci)
-      options=(-DGRADACCUM_WEEKLY_TESTS=$([[ $which == all ]] && echo ON || echo OFF))
+      options+=(-DGRADACCUM_WEEKLY_TESTS=$([[ $which == all ]] && echo ON || echo OFF))
       build_tests tests.all all
       run_ctest
       ;;

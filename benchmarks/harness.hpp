@@ -6,12 +6,14 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
 #include <functional>
 #include <gradaccum/autocast.hpp>
+#include <gradaccum/detail/kernels/kernel_loop.hpp>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/mkl_on_amd.hpp>  // GRADACCUM_MKL_ON_AMD=0 disables it
 #include <stdexcept>
@@ -76,15 +78,21 @@ inline const char* multiplied_by() {
   return mkl_serv_intel_cpu_true() != 0 ? "MKL at full rate" : "MKL as LibTorch has it on AMD";
 }
 
-/// Describes the machine, to judge the figures: load, threads, BLAS, and its rate of matrix products.
+inline const char* kernels_in_use() {
+  constexpr std::array names{"portable", "NEON", "AVX2", "AVX-512"};
+  return names.at(static_cast<std::size_t>(gradaccum::detail::instruction_set()));
+}
+
+/// Describes the machine, to judge the figures: load, threads, kernels, BLAS, and its rate of matrix products.
 inline std::string machine(const Options& options) {
   double load[1] = {0};
   if (getloadavg(load, 1) != 1) load[0] = -1;
   const auto a = torch::rand({1024, 1024}), b = torch::rand({1024, 1024});
   std::vector<double> times;
   for (int i = 0; i < 7; ++i) times.push_back(seconds([&] { torch::mm(a, b); }));
-  return fmt::format("LibTorch {}, {} threads, load {:.2f}, {}, sgemm {:.0f} GFLOP/s, {}{}", TORCH_VERSION,
-                     torch::get_num_threads(), load[0], multiplied_by(), 2 * std::pow(1024.0, 3) / median(times) / 1e9,
+  return fmt::format("LibTorch {}, {} threads, load {:.2f}, {} kernels, {}, sgemm {:.0f} GFLOP/s, {}{}", TORCH_VERSION,
+                     torch::get_num_threads(), load[0], kernels_in_use(), multiplied_by(),
+                     2 * std::pow(1024.0, 3) / median(times) / 1e9,
                      options.keep_memory ? "freed memory kept by all" : "default malloc",
                      gradaccum::is_bf16_fast(at::kCPU) ? "" : ", no AVX-512: bfloat16 is left out");
 }

@@ -61,8 +61,20 @@ function(gradaccum_fetch_libtorch result)
       "${GRADACCUM_LIBTORCH_OLDEST} to ${GRADACCUM_LIBTORCH_NEWEST}.")
   endif()
 
+  # pip takes the wheel for the processor that is compiled for.
+  set(into "")
+  if(CMAKE_CROSSCOMPILING)
+    set(into --target "${venv}/lib/python3.12/site-packages" --implementation cp --python-version 3.12)
+    foreach(glibc IN ITEMS 2_28 2_27 2_26 2_25 2_17)
+      list(APPEND into --platform "manylinux_${glibc}_${CMAKE_SYSTEM_PROCESSOR}")
+    endforeach()
+  endif()
+
   # With a driver, all dependencies of the wheel are installed; without one, three wheels are enough.
-  gradaccum_has_nvidia_driver(driver)
+  set(driver FALSE)
+  if(NOT CMAKE_CROSSCOMPILING)
+    gradaccum_has_nvidia_driver(driver)
+  endif()
   set(kind CPU)
   set(size "about 600 MB to download and 1.2 GB on disk")
   if(driver)
@@ -71,7 +83,7 @@ function(gradaccum_fetch_libtorch result)
   endif()
   string(TOLOWER "libtorch-${version}-${kind}.txt" pinned)
   set(pinned "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/${pinned}")
-  if(EXISTS "${pinned}")
+  if(EXISTS "${pinned}" AND CMAKE_SYSTEM_NAME STREQUAL "Linux")
     set(requirements --no-deps --require-hashes --requirement "${pinned}")
     file(SHA256 "${pinned}" hash)
     set(key "torch ${version}, ${kind} set, ${hash}")
@@ -116,9 +128,13 @@ function(gradaccum_fetch_libtorch result)
     endif()
     message(STATUS "gradaccum: fetching LibTorch ${version} by pip, ${size}: this takes a while")
     message(STATUS "gradaccum: it goes to ${venv}")
+    set(python_of_venv "${venv}/bin/python")
+    if(CMAKE_HOST_WIN32)
+      set(python_of_venv "${venv}/Scripts/python.exe")
+    endif()
     execute_process(
-      COMMAND "${venv}/bin/python" -m pip install --disable-pip-version-check --no-input --no-compile
-              --only-binary :all: ${requirements}
+      COMMAND "${python_of_venv}" -m pip install --disable-pip-version-check --no-input --no-compile
+              --only-binary :all: ${into} ${requirements}
       RESULT_VARIABLE failed OUTPUT_VARIABLE log ERROR_VARIABLE log ECHO_OUTPUT_VARIABLE ECHO_ERROR_VARIABLE)
     file(WRITE "${venv}.log" "${log}")
     if(failed)

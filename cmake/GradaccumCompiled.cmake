@@ -14,6 +14,9 @@ function(gradaccum_add_compiled include)
     return()
   endif()
   file(GLOB_RECURSE definitions RELATIVE "${include}" CONFIGURE_DEPENDS "${include}/gradaccum/impl/*/*.ipp")
+  if(NOT CMAKE_SYSTEM_NAME STREQUAL "Linux") # several processes are for Linux only
+    list(FILTER definitions EXCLUDE REGEX "/(connections|data_parallel|heartbeat|process_group|rendezvous|replicas|sockets)[.]ipp$")
+  endif()
   # Each file has several modules, because LibTorch's headers take as long to compile as three modules' definitions.
   set(parts
     "/impl/(kernels|optimizers)/"

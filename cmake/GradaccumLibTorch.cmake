@@ -9,7 +9,7 @@
 # Order: the parent project's Torch, one that the user names, one in a Python, one of the system. Fetching is in
 # FetchLibTorch.cmake, because an installed gradaccum uses this file, too, and find_package must not download anything.
 
-set(GRADACCUM_LIBTORCH_OLDEST 2.11.0)
+set(GRADACCUM_LIBTORCH_OLDEST 2.8.0)
 set(GRADACCUM_LIBTORCH_NEWEST 2.15.0)
 
 # Sets `result` to the directory with include/ and lib/ of the LibTorch that `path` means, or to "". `path` may be that
@@ -17,7 +17,7 @@ set(GRADACCUM_LIBTORCH_NEWEST 2.15.0)
 function(gradaccum_libtorch_root path result)
   get_filename_component(path "${path}" ABSOLUTE)
   string(REGEX REPLACE "/(share|lib|lib/[^/]+)/cmake(/Torch)?$" "" path "${path}")
-  file(GLOB of_python "${path}/lib/python3*/site-packages/torch")
+  file(GLOB of_python "${path}/lib/python3*/site-packages/torch" "${path}/Lib/site-packages/torch")
   set(${result} "" PARENT_SCOPE)
   foreach(root IN ITEMS "${path}" "${path}/torch" ${of_python})
     if(EXISTS "${root}/include/torch/csrc/api/include/torch/version.h")
@@ -146,6 +146,9 @@ endfunction()
 # Finds a LibTorch that the user has not named: in a Python that has torch, or in the system. Prints why it skips one.
 function(gradaccum_present_libtorch result)
   set(${result} "" PARENT_SCOPE)
+  if(CMAKE_CROSSCOMPILING)
+    return() # the libraries of this machine do not fit
+  endif()
   set(places "")
   set(asked "")
   find_program(GRADACCUM_PYTHON NAMES python3 python DOC "The Python that is asked for its torch")
@@ -227,15 +230,16 @@ function(gradaccum_define_libtorch root)
     file(STRINGS "${root}/share/cmake/Caffe2/Caffe2Targets.cmake" nccl REGEX "USE_C10D_NCCL" LIMIT_COUNT 1)
   endif()
 
-  add_library(gradaccum::c10 SHARED IMPORTED GLOBAL)
-  set_target_properties(gradaccum::c10 PROPERTIES IMPORTED_LOCATION "${c10}")
-  add_library(gradaccum::torch_cpu SHARED IMPORTED GLOBAL)
-  set_target_properties(gradaccum::torch_cpu PROPERTIES IMPORTED_LOCATION "${torch_cpu}")
+  foreach(library IN ITEMS c10 torch_cpu)
+    add_library(gradaccum::${library} SHARED IMPORTED GLOBAL)
+    set_target_properties(gradaccum::${library} PROPERTIES IMPORTED_LOCATION "${${library}}"
+      IMPORTED_IMPLIB "${library_dir}/${library}.lib") # for Windows
+  endforeach()
   set(libraries gradaccum::torch_cpu gradaccum::c10)
 
   set(cuda FALSE)
   set(kind "CPU")
-  if(EXISTS "${torch_cuda}")
+  if(EXISTS "${torch_cuda}" AND NOT CMAKE_CROSSCOMPILING) # whether the other machine has CUDA is not known
     gradaccum_missing_libraries("${torch_cuda}" missing "libcudart[^/ ]*[.]so" cudart)
     if(missing)
       string(REGEX REPLACE ", .*" " and others" missing "${missing}")
@@ -291,6 +295,9 @@ function(gradaccum_define_libtorch root)
   set(GRADACCUM_LIBTORCH_CUDA ${cuda} CACHE INTERNAL "Whether the LibTorch in use is linked with its CUDA libraries")
   message(STATUS "gradaccum: LibTorch ${version}, ${kind}")
   message(STATUS "gradaccum: in ${root}")
+  if(NOT CMAKE_SYSTEM_NAME STREQUAL "Linux")
+    message(STATUS "gradaccum: ${CMAKE_SYSTEM_NAME} is not tested; CONTRIBUTING.md says what to run first.")
+  endif()
 endfunction()
 
 # Uses the targets of the Torch that the parent project has already found.

@@ -790,6 +790,13 @@ def compile_steps(arguments):
         pool.shutdown(cancel_futures=True)  # after a failure no further graph is started
 
 
+def check_version(torch):
+    """Throws for a torch whose compiler lacks what is needed here."""
+    if tuple(int(number) for number in torch.__version__.split(".")[:2]) < (2, 11):
+        raise Failure(f"compiled steps and exported models need torch 2.11 or newer, and {sys.executable} has "
+                      f"torch {torch.__version__}")
+
+
 def manifest_to_compile(folder):
     """Returns the manifest of a step that this Python's torch can compile."""
     manifest = Manifest.of_step(folder)
@@ -797,6 +804,7 @@ def manifest_to_compile(folder):
         import torch
     except ImportError:
         raise Failure(f"{sys.executable} has no torch; use a Python with torch {manifest.content['libtorch']}") from None
+    check_version(torch)
     version = torch.__version__.split("+")[0]
     if version != manifest.content["libtorch"]:
         raise Failure(f"the step was made with LibTorch {manifest.content['libtorch']}, but {sys.executable} has "

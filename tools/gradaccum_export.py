@@ -29,8 +29,8 @@ import torch.utils.checkpoint
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compile_step import (DTYPES, PASSES, Code, Failure, Inputs, Manifest, capability_of, directory_to_compile_in, first_line,
-                          graph_of)
+from compile_step import (DTYPES, PASSES, Code, Failure, Inputs, Manifest, capability_of, check_version,
+                          directory_to_compile_in, first_line, graph_of)
 from python_state import PythonState
 
 FORMAT = "gradaccum exported model"
@@ -93,6 +93,7 @@ class _Exporter:
         self.accepts = lambda name: takes_all or name in arguments
 
     def check(self, batches):
+        check_version(torch)
         if not batches or not all(batches):
             raise Failure("export: at least one batch with tensors must be given")
         if "training" in self.passes and not self.module.training:

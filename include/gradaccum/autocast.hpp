@@ -13,7 +13,8 @@
 namespace gradaccum {
 
 /// Returns true if bfloat16 matrix products are fast on this device. On x86 processors LibTorch computes them with
-/// AVX-512; without it they take about 80 times as long as in float32.
+/// AVX-512; without it they take about 80 times as long as in float32. On Arm they need the instructions for bfloat16,
+/// which Graviton 3 and Grace have, and Graviton 2 and Jetson Orin lack.
 ///
 ///     ga::Autocast autocast(x.device(), torch::kBFloat16, /*enabled=*/ga::is_bf16_fast(x.device()));
 ///     auto y = model->forward(x);

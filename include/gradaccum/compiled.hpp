@@ -37,15 +37,12 @@
 #include <gradaccum/impl/optimizers/optim.ipp>
 #include <gradaccum/impl/optimizers/param_states.ipp>
 #include <gradaccum/impl/optimizers/row_steps.ipp>
-#include <gradaccum/impl/parallel/connections.ipp>
-#include <gradaccum/impl/parallel/heartbeat.ipp>
-#include <gradaccum/impl/parallel/process_group.ipp>
-#include <gradaccum/impl/parallel/rendezvous.ipp>
-#include <gradaccum/impl/parallel/replicas.ipp>
 #include <gradaccum/impl/parallel/shards.ipp>
+#include <gradaccum/impl/platform/posix.ipp>
+#include <gradaccum/impl/platform/stop_signals.ipp>
+#include <gradaccum/impl/platform/windows.ipp>
 #include <gradaccum/impl/policies/accumulate.ipp>
 #include <gradaccum/impl/policies/clip.ipp>
-#include <gradaccum/impl/policies/data_parallel.ipp>
 #include <gradaccum/impl/policies/early_stopping.ipp>
 #include <gradaccum/impl/policies/ema.ipp>
 #include <gradaccum/impl/policies/fit_memory.ipp>
@@ -68,7 +65,6 @@
 #include <gradaccum/impl/training/fit_progress.ipp>
 #include <gradaccum/impl/training/fit_state.ipp>
 #include <gradaccum/impl/training/loop.ipp>
-#include <gradaccum/impl/training/stop_signals.ipp>
 #include <gradaccum/impl/training/trainer_base.ipp>
 #include <gradaccum/impl/training/window_record.ipp>
 #include <gradaccum/impl/verification/verify_accumulation.ipp>
@@ -89,6 +85,16 @@
 #include <gradaccum/impl/window/step_in_backward.ipp>
 #include <gradaccum/impl/window/window_gradients.ipp>
 #include <gradaccum/impl/window/window_sums.ipp>
+
+#ifdef __linux__  // several processes
+#include <gradaccum/impl/parallel/connections.ipp>
+#include <gradaccum/impl/parallel/heartbeat.ipp>
+#include <gradaccum/impl/parallel/process_group.ipp>
+#include <gradaccum/impl/parallel/rendezvous.ipp>
+#include <gradaccum/impl/parallel/replicas.ipp>
+#include <gradaccum/impl/platform/sockets.ipp>
+#include <gradaccum/impl/policies/data_parallel.ipp>
+#endif
 
 namespace gradaccum::detail {
 extern const char either_all_files_define_GRADACCUM_COMPILED_or_none = 0;

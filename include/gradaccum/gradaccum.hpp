@@ -37,7 +37,6 @@
 #include <gradaccum/policies.hpp>
 #include <gradaccum/policies/accumulate.hpp>
 #include <gradaccum/policies/clip.hpp>
-#include <gradaccum/policies/data_parallel.hpp>
 #include <gradaccum/policies/early_stopping.hpp>
 #include <gradaccum/policies/ema.hpp>
 #include <gradaccum/policies/fit_memory.hpp>
@@ -52,10 +51,8 @@
 #include <gradaccum/policies/tensorboard.hpp>
 #include <gradaccum/policies/validate.hpp>
 #include <gradaccum/policy.hpp>
-#include <gradaccum/process_group.hpp>
 #include <gradaccum/profiler.hpp>
 #include <gradaccum/progress_line.hpp>
-#include <gradaccum/replicas.hpp>
 #include <gradaccum/run_page.hpp>
 #include <gradaccum/saved_tensor_hooks.hpp>
 #include <gradaccum/summary_writer.hpp>
@@ -64,3 +61,9 @@
 #include <gradaccum/training_state.hpp>
 #include <gradaccum/verify_accumulation.hpp>
 #include <gradaccum/version.hpp>
+
+#ifdef __linux__  // several processes
+#include <gradaccum/policies/data_parallel.hpp>
+#include <gradaccum/process_group.hpp>
+#include <gradaccum/replicas.hpp>
+#endif

@@ -2,6 +2,10 @@
 #pragma once
 // module: parallel
 
+#ifndef __linux__
+#error "gradaccum: several processes (process_group.hpp, replicas.hpp, policies/data_parallel.hpp) are for Linux only"
+#endif
+
 #include <gradaccum/detail/build/inline.hpp>
 
 #include <ATen/core/Tensor.h>

@@ -33,7 +33,7 @@ using Graph = gradaccum::detail::GraphImplInterface;
 using Tensors = std::vector<at::Tensor>;
 
 const at::Device device(at::kCUDA, 0);
-const c10::MempoolId_t new_pool{0, 0};
+const gradaccum::detail::GraphPool new_pool{0, 0};
 
 c10::Stream new_stream() { return c10::impl::VirtualGuardImpl(at::kCUDA).getStreamFromGlobalPool(device); }
 
@@ -45,7 +45,7 @@ std::unique_ptr<Graph> new_graph() {
 #endif
 }
 
-void begin(Graph& graph, c10::MempoolId_t pool = new_pool) {
+void begin(Graph& graph, gradaccum::detail::GraphPool pool = new_pool) {
 #if __has_include(<ATen/core/GraphImplInterface.h>)
   graph.capture_begin(pool, at::GraphCaptureMode::ThreadLocal);
 #else
@@ -53,7 +53,7 @@ void begin(Graph& graph, c10::MempoolId_t pool = new_pool) {
 #endif
 }
 
-std::unique_ptr<Graph> captured(c10::function_ref<void()> work, c10::MempoolId_t pool = new_pool,
+std::unique_ptr<Graph> captured(c10::function_ref<void()> work, gradaccum::detail::GraphPool pool = new_pool,
                                 c10::Stream stream = new_stream()) {
   const c10::StreamGuard guard(stream);
   auto graph = new_graph();

@@ -277,8 +277,8 @@ TEST_CASE("replace_file: removes leftovers of killed writers of the same file, a
   std::filesystem::remove(directory / kept.back());
   std::filesystem::create_directory(directory / kept.back());
   const auto locked = directory / kept.at(kept.size() - 2);  // for example, by a process on another machine
-  const inner::Descriptor lock(locked, O_RDONLY);
-  REQUIRE(::flock(lock.number(), LOCK_EX) == 0);
+  const inner::Descriptor lock(locked, inner::Descriptor::Open::to_read);
+  REQUIRE(lock.lock());
   write_text(directory / ("file.tmp-" + gone + "-00000001"), "left");
   replace(path, "text");
   auto names = others(path);

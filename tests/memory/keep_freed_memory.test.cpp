@@ -137,7 +137,7 @@ TEST_CASE("keep_freed_memory: large tensors are kept, counted, and freed by any 
   std::thread([taken = std::exchange(tensor, {})]() mutable { taken.reset(); }).join();
   CHECK(torch::ones({4}).sum().item<double>() == 4);
 #ifndef __SANITIZE_ADDRESS__  // ends the program for such a size
-  REQUIRE_ERROR("can't allocate memory", torch::empty({std::int64_t{1} << 58}, at::kByte));
+  REQUIRE_ERROR("you tried to allocate", torch::empty({std::int64_t{1} << 58}, at::kByte));
 #endif
 }
 

@@ -169,13 +169,6 @@ TEST_CASE("Adafactor: float32 and 16-bit parameters with float32 state; their gr
 
 namespace {
 
-std::vector<InstructionSet> sets() {
-  std::vector<InstructionSet> all{InstructionSet::portable};
-  if (inner::instruction_set() != InstructionSet::portable) all.push_back(InstructionSet::avx2);
-  if (inner::instruction_set() == InstructionSet::avx512) all.push_back(InstructionSet::avx512);
-  return all;
-}
-
 /// Unaligned memory, with guard elements before and after.
 struct Array {
   Array(const at::Tensor& numbers, at::ScalarType dtype) : all(torch::full({numbers.numel() + 6}, 7.0, dtype)) {
@@ -290,7 +283,7 @@ TEST_CASE("Adafactor's kernels: all instruction sets, types and odd sizes") {
   torch::manual_seed(3);
   for (auto& types : all_types) {
     std::vector<inner::AdafactorKernels> all{inner::narrow_adafactor_kernels(types.parameter, types.gradient, false)};
-    for (auto set : sets())
+    for (auto set : inner::instruction_sets())
       all.push_back(inner::kernel_of<&inner::Kernels::adafactor>(set)(types.parameter, types.gradient, false));
     for (auto& kernels : all) {
       for (std::int64_t columns = 1; columns <= 200; columns += columns < 40 ? 1 : 31)

@@ -21,13 +21,6 @@ using testing::step_on_device;
 
 namespace {
 
-std::vector<InstructionSet> sets() {
-  std::vector<InstructionSet> all{InstructionSet::portable};
-  if (inner::instruction_set() != InstructionSet::portable) all.push_back(InstructionSet::avx2);
-  if (inner::instruction_set() == InstructionSet::avx512) all.push_back(InstructionSet::avx512);
-  return all;
-}
-
 /// Counts ATen's fused steps of AdamW.
 class FusedSteps {
  public:
@@ -135,11 +128,11 @@ void check_sgd(InstructionSet set, const Types& types, const inner::SgdNumbers& 
 
 TEST_CASE("kernels: Adam of all sizes, types and settings") {
   torch::manual_seed(3);
-  for (auto set : sets())
+  for (auto set : inner::instruction_sets())
     for (auto& types : all_types)
       for (std::int64_t n = 0; n <= 300; n += n < 70 ? 1 : 23)
         check_adam(set, types, adam_settings[n % adam_settings.size()], torch::randn({n}), n % 3 == 0 ? 1.0 : 0.25);
-  for (auto set : sets())
+  for (auto set : inner::instruction_sets())
     for (auto& types : all_types)
       for (auto& settings : adam_settings) check_adam(set, types, settings, torch::randn({131}), 0.5);
 }
@@ -147,7 +140,7 @@ TEST_CASE("kernels: Adam of all sizes, types and settings") {
 TEST_CASE("kernels: Adam with denormals, infinities and NaN") {
   torch::manual_seed(3);
   const double infinity = std::numeric_limits<double>::infinity();
-  for (auto set : sets())
+  for (auto set : inner::instruction_sets())
     for (auto& types : all_types)
       for (double odd : {infinity, -infinity, std::nan(""), 1e-40, 1e-44, 0.0, -0.0, 1e30, 6e4}) {
         INFO("gradient " << odd << ", set " << int(set) << ", parameter " << types.parameter);
@@ -160,7 +153,7 @@ TEST_CASE("kernels: Adam with denormals, infinities and NaN") {
 }
 
 TEST_CASE("kernels: a second moment that overflows stops the parameter, as in ATen") {
-  for (auto set : sets()) {
+  for (auto set : inner::instruction_sets()) {
     auto p = torch::ones({100}), g = torch::full({100}, 1e25f), m = torch::zeros({100}), v = torch::zeros({100});
     const inner::AdamOperand operand{
         numbers_of(adam_settings[0], 1.0), p.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr(), nullptr};
@@ -175,7 +168,7 @@ TEST_CASE("kernels: SGD of all sizes, types and settings") {
   const std::vector<inner::SgdNumbers> settings{
       {1, 0, 0, 1, 0.1, false, false},        {0.5, 0.01, 0, 1, 0.1, false, false},  {1, 0, 0.9, 1, 0.1, false, true},
       {1, 0.01, 0.9, 0.7, 0.1, false, false}, {0.5, 0.01, 0.9, 1, 0.1, true, false}, {0.5, 0, 0.9, 1, 0.1, true, true}};
-  for (auto set : sets())
+  for (auto set : inner::instruction_sets())
     for (auto& types : all_types)
       for (std::int64_t n = 0; n <= 300; n += n < 70 ? 1 : 23)
         for (auto& by : settings) check_sgd(set, types, by, n);
@@ -189,7 +182,7 @@ TEST_CASE(
       torch::cat({torch::randn({3000}), torch::randn({3000}) * 1e-41, torch::randn({3000}) * 7e4,
                   torch::randn({3000}) * 1e-7, torch::tensor({3.4028234e38f, -3.4028234e38f, 65519.9f, 65520.0f})});
   for (auto dtype : {at::kHalf, at::kBFloat16})
-    for (auto set : sets()) {
+    for (auto set : inner::instruction_sets()) {
       const auto step = [&](at::Tensor p, const at::Tensor& g, double lr) {
         const inner::SgdOperand operand{{1, 0, 0, 1, lr, false, false}, p.data_ptr(), g.data_ptr(), nullptr};
         inner::kernel_of<&inner::Kernels::sgd>(set)(dtype, g.scalar_type(), false)(operand, 0, p.numel());
@@ -207,7 +200,7 @@ TEST_CASE(
 
 TEST_CASE("kernels: the sum of squares of all sizes and types") {
   torch::manual_seed(6);
-  for (auto set : sets())
+  for (auto set : inner::instruction_sets())
     for (auto dtype : {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16})
       for (std::int64_t n = 0; n <= 300; ++n) {
         const Array numbers(torch::randn({n}), dtype);

@@ -6,6 +6,7 @@
 #include "support/emulated_cuda/emulated_cuda.hpp"
 
 #include <c10/core/Device.h>
+#include <torch/version.h>
 #include <cstdint>
 #include <memory>
 
@@ -32,6 +33,9 @@ inline bool forgets_failed_captures() {
   return emulated_cuda::is_loaded();
 #endif
 }
+
+/// Older versions of LibTorch do not tell how much memory of a device is free.
+inline constexpr bool device_memory_is_known = TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 10;
 
 /// Counts the host's waits for devices since its construction.
 class WaitCount {

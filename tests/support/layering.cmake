@@ -27,42 +27,44 @@ function(module name)
 endfunction()
 
 module(build PUBLIC version impl/begin)
+module(platform)
 module(types)
-module(kernels PUBLIC mkl_on_amd)
+module(kernels PUBLIC mkl_on_amd
+                  USES platform)
 module(memory PUBLIC memory_meter
-                  USES types)
+                  USES platform types)
 module(state PUBLIC archive
                   USES types kernels)
 module(window PUBLIC embedding grad_accumulator gradients
                   USES types kernels state)
 module(scaling PUBLIC amp_scaler autocast
-                  USES types kernels state window)
+                  USES platform types kernels state window)
 module(optimizers PUBLIC learning_rates optim/
                   USES types kernels memory state window)
 module(checkpoint PUBLIC checkpoint checkpointed_sequential saved_tensor_hooks
                   USES types memory scaling)
 module(data PUBLIC data/
-                  USES types kernels memory state)
+                  USES platform types kernels memory state)
 module(fitting
-                  USES types memory state scaling checkpoint data)
+                  USES platform types memory state scaling checkpoint data)
 module(io PUBLIC io/
-                  USES types kernels state)
+                  USES platform types kernels state)
 module(watching PUBLIC metrics_file profiler progress_line run_page summary_writer
-                  USES types kernels memory state io)
+                  USES platform types kernels memory state io)
 module(parallel PUBLIC process_group replicas
-                  USES types state window data)
+                  USES platform types state window data)
 module(verification PUBLIC verify_accumulation
                   USES types window data)
 module(compilation PUBLIC compiled_step exported_model graphed_step objective_step
-                  USES types kernels memory window scaling checkpoint data io)
+                  USES platform types kernels memory window scaling checkpoint data io)
 module(metrics PUBLIC metrics
                   USES state window watching)
 module(saving PUBLIC background_saver training_state
-                  USES types kernels state window optimizers io parallel metrics)
+                  USES platform types kernels state window optimizers io parallel metrics)
 module(training PUBLIC fit_options policy trainer_base
-                  USES types memory state window optimizers data watching metrics saving)
+                  USES platform types memory state window optimizers data watching metrics saving)
 module(policies PUBLIC policies policies/ trainer
-                  USES types kernels memory state window scaling optimizers checkpoint fitting io watching parallel metrics saving training)
+                  USES platform types kernels memory state window scaling optimizers checkpoint fitting io watching parallel metrics saving training)
 module(everything PUBLIC compiled gradaccum)
 set(used_by_everything ${modules})
 
@@ -124,18 +126,32 @@ foreach(file IN LISTS files)
   endif()
 endforeach()
 
+# Only the module platform includes headers of an operating system.
+foreach(file IN LISTS files)
+  if(NOT file MATCHES "^impl/platform/")
+    file(STRINGS "${INCLUDE}/gradaccum/${file}" includes
+      REGEX "^# *include <(sys/|net|arpa/|linux/|(dlfcn|fcntl|io|malloc|poll|pthread|sched|signal|spawn|termios|unistd|windows)[.]h)")
+    if(includes)
+      message(SEND_ERROR "${file} has ${includes}: only impl/platform/ includes headers of an operating system")
+    endif()
+  endif()
+endforeach()
+
 # Definitions are in impl/, in a file for one or more headers, which include it last; no other file includes it.
 set(defined_by "")
 foreach(file IN LISTS files)
   if(file MATCHES "[.]hpp$")
     file(READ "${INCLUDE}/gradaccum/${file}" text)
     string(REPLACE "#include <gradaccum/impl/begin.ipp>\n" "" text "${text}") # for virtual functions
-    if(text MATCHES "#include <gradaccum/(impl/[^>]+)>" AND NOT file STREQUAL "compiled.hpp")
-      list(APPEND defined_by "${CMAKE_MATCH_1}")
+    string(REGEX MATCHALL "#include <gradaccum/impl/[^>]+>" definitions "${text}")
+    if(definitions AND NOT file STREQUAL "compiled.hpp")
       list(APPEND has_definitions "${file}")
-      if(NOT text MATCHES "#ifndef GRADACCUM_COMPILED\n#include <gradaccum/${CMAKE_MATCH_1}>\n#endif\n$")
-        message(SEND_ERROR "${file} must end with the include of ${CMAKE_MATCH_1} where GRADACCUM_COMPILED is not defined")
+      list(JOIN definitions "\n" includes)
+      if(NOT text MATCHES "#ifndef GRADACCUM_COMPILED\n${includes}\n#endif\n$")
+        message(SEND_ERROR "${file} must end with its includes of impl/ where GRADACCUM_COMPILED is not defined")
       endif()
+      list(TRANSFORM definitions REPLACE "#include <gradaccum/([^>]+)>" "\\1")
+      list(APPEND defined_by ${definitions})
     endif()
   endif()
 endforeach()

@@ -9,6 +9,7 @@
 #include <gradaccum/optim/adamw.hpp>
 #include <gradaccum/trainer.hpp>
 
+#include "support/device.hpp"
 #include "support/files.hpp"
 #include "support/models.hpp"
 #include "support/warnings.hpp"
@@ -1157,7 +1158,7 @@ TEST_CASE("Trainer: on a device", "[cuda]") {
   const auto report = trainer.fit(batches, {.epochs = 3, .measure_memory = true});
   on_cpu.fit(batches, {.epochs = 3});
   CHECK(distance(flat(model).cpu(), flat(peer)) < 1e-4);
-  CHECK(report.occupied_bytes.at("cuda:0") > 0);
+  if (device_memory_is_known) CHECK(report.occupied_bytes.at("cuda:0") > 0);
   CHECK(report.peak_bytes.at("cuda:0") > 0);
   const auto nan_on_device = [](auto& net, auto& batch) {
     return torch::mse_loss(net->forward(batch.data.cuda()), batch.target.cuda()) *

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
-#include <gradaccum/detail/training/stop_signals.hpp>
+#include <gradaccum/detail/platform/stop_signals.hpp>
 #include <gradaccum/policies/save_state.hpp>
 
 #include <array>

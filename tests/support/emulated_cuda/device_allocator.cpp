@@ -6,6 +6,7 @@
 
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/Exception.h>
+#include <torch/version.h>
 
 #include <array>
 #include <cstring>
@@ -24,7 +25,16 @@ c10::DataPtr device_pointer(void* block, c10::DeviceIndex device) {
 
 constexpr std::size_t bytes_of_a_context = std::size_t{128} << 20;  // memory that the driver uses
 
-class Allocator final : public c10::DeviceAllocator {
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 9
+using AllocatorOfDevices = c10::DeviceAllocator;
+#else
+/// Older versions of LibTorch have no class for it.
+struct AllocatorOfDevices : c10::Allocator {
+  virtual bool initialized() = 0;
+};
+#endif
+
+class Allocator final : public AllocatorOfDevices {
  public:
   c10::DataPtr allocate(std::size_t bytes) override {
     const auto device = current_device();
@@ -36,6 +46,7 @@ class Allocator final : public c10::DeviceAllocator {
   }
 
   bool initialized() override { return DeviceMemory::of(0).touched() || DeviceMemory::of(1).touched(); }
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 9
   void emptyCache(c10::MempoolId_t /*pool*/) override {
     for (c10::DeviceIndex device = 0; device < number_of_devices; ++device)
       DeviceMemory::of(device).release_free_pages();
@@ -48,11 +59,14 @@ class Allocator final : public c10::DeviceAllocator {
   }
   void resetAccumulatedStats(c10::DeviceIndex device) override { DeviceMemory::of(device).reset_accumulated(); }
   void resetPeakStats(c10::DeviceIndex device) override { DeviceMemory::of(device).reset_peak(); }
+#endif
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 10
   std::pair<std::size_t, std::size_t> getMemoryInfo(c10::DeviceIndex device) override {
     const auto& memory = DeviceMemory::of(device);
     const auto reserved = static_cast<std::size_t>(memory.statistics().reserved_bytes[0].current);
     return {bytes_of_a_device - reserved - (memory.touched() ? bytes_of_a_context : 0), bytes_of_a_device};
   }
+#endif
 };
 
 class HostViewAllocator final : public c10::Allocator {

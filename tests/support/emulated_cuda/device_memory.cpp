@@ -86,7 +86,7 @@ void DeviceMemory::free(char* address) {
   report(address, -static_cast<std::int64_t>(block.bytes));
 }
 
-std::shared_ptr<MemoryPool> DeviceMemory::pool(c10::MempoolId_t id) {
+std::shared_ptr<MemoryPool> DeviceMemory::pool(gradaccum::detail::GraphPool id) {
   const std::lock_guard lock(mutex_);
   auto pool = pools_[id].lock();
   if (!pool) pools_[id] = pool = std::make_shared<MemoryPool>(*this);

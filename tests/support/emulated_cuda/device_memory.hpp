@@ -43,7 +43,7 @@ class DeviceMemory {
   char* allocate(std::size_t bytes);
   void free(char* block);
   void release_free_pages();
-  std::shared_ptr<MemoryPool> pool(c10::MempoolId_t id);
+  std::shared_ptr<MemoryPool> pool(gradaccum::detail::GraphPool id);
 
   /// Returns whether the device was ever used, as a CUDA context shows.
   bool touched() const { return touched_; }
@@ -73,7 +73,7 @@ class DeviceMemory {
   std::map<char*, std::size_t> free_by_address_;
   std::set<std::pair<std::size_t, char*>> free_by_size_;
   std::unordered_map<char*, Block> used_;
-  std::map<c10::MempoolId_t, std::weak_ptr<MemoryPool>> pools_;
+  std::map<gradaccum::detail::GraphPool, std::weak_ptr<MemoryPool>> pools_;
   c10::CachingDeviceAllocator::DeviceStats statistics_;
   std::atomic<std::int64_t> limit_ = -1;
   std::atomic<bool> touched_ = false;

@@ -64,7 +64,7 @@ void Graph::refuse_in_captures() {
   TORCH_CHECK(!refused, "CUDA error: operation not permitted when stream is capturing");
 }
 
-void Graph::begin(c10::MempoolId_t pool) {
+void Graph::begin(gradaccum::detail::GraphPool pool) {
   TORCH_CHECK(!memory_, "This CUDAGraph instance already owns a captured graph. To capture a new graph, create a new ",
               "instance.");
   device_ = current_device();
@@ -72,7 +72,7 @@ void Graph::begin(c10::MempoolId_t pool) {
   TORCH_CHECK(streams_[0] != 0, "CUDA graphs must be captured on a non-default stream.");
   capture_ = next_capture++;
   numbers_ = generator_of(device_).get_state();
-  pool_ = pool == c10::MempoolId_t{0, 0} ? c10::MempoolId_t{next_pool++, 0} : pool;
+  pool_ = pool == gradaccum::detail::GraphPool{0, 0} ? gradaccum::detail::GraphPool{next_pool++, 0} : pool;
   memory_ = DeviceMemory::of(device_).pool(pool_);
   Graph* none = nullptr;
   if (capture_on(device_).compare_exchange_strong(none, this)) return;
@@ -120,7 +120,7 @@ void Graph::replay() {
   ++counts().launches;
 }
 
-c10::MempoolId_t Graph::pool() const {
+gradaccum::detail::GraphPool Graph::pool() const {
   check_captured();
   return pool_;
 }

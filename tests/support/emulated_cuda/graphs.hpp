@@ -40,21 +40,21 @@ class Graph final : public gradaccum::detail::GraphImplInterface {
 
 #if __has_include(<ATen/core/GraphImplInterface.h>)
   explicit Graph(const at::GraphImplArgs& /*arguments*/ = {}) {}
-  void capture_begin(c10::MempoolId_t pool, at::GraphCaptureMode /*mode*/) override { begin(pool); }
+  void capture_begin(gradaccum::detail::GraphPool pool, at::GraphCaptureMode /*mode*/) override { begin(pool); }
   void instantiate() override { check_captured(); }
   void enable_debug_mode() override {}
   void debug_dump(const std::string& /*path*/) override {}
   void reset() override { forget(); }
 #else
   Graph() = default;
-  void capture_begin(c10::MempoolId_t pool) override { begin(pool); }
+  void capture_begin(gradaccum::detail::GraphPool pool) override { begin(pool); }
 #endif
   Graph(const Graph&) = delete;
   Graph& operator=(const Graph&) = delete;
   ~Graph() override { forget(); }
   void capture_end() override;
   void replay() override;
-  c10::MempoolId_t pool() const override;
+  gradaccum::detail::GraphPool pool() const override;
 
   std::uint64_t number_of_capture() const { return capture_; }
   /// Returns the pool of blocks that are allocated during the capture.
@@ -76,7 +76,7 @@ class Graph final : public gradaccum::detail::GraphImplInterface {
   };
 
   static Graph* capturing(c10::DeviceIndex device, c10::StreamId stream);
-  void begin(c10::MempoolId_t pool);
+  void begin(gradaccum::detail::GraphPool pool);
   void undo();
   void forget();
   void check_valid() const;
@@ -86,7 +86,7 @@ class Graph final : public gradaccum::detail::GraphImplInterface {
   c10::DeviceIndex device_ = 0;
   std::uint64_t capture_ = 0;
   std::vector<c10::StreamId> streams_;  // the capture began on the first
-  c10::MempoolId_t pool_ = {0, 0};
+  gradaccum::detail::GraphPool pool_ = {0, 0};
   std::shared_ptr<MemoryPool> memory_;
   at::Tensor numbers_;  // the state of the device's generator before the capture
   std::set<const void*> blocks_;

@@ -7,6 +7,7 @@
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
+#include <torch/version.h>
 
 #include <array>
 #include <atomic>
@@ -70,7 +71,9 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     stream_on(next.device_index()) = next.id();
     return before;
   }
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 11
   void* getStreamNativeHandle(const c10::Stream /*stream*/) const override { return nullptr; }
+#endif
   bool queryStream(const c10::Stream& /*stream*/) const override { return true; }
   void synchronizeStream(const c10::Stream& /*stream*/) const override { wait(); }
   void synchronizeDevice(c10::DeviceIndex /*device*/) const override { wait(); }

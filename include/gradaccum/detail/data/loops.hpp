@@ -97,7 +97,7 @@ struct RangeNote {
       range.state(archive);
     } else {
       for (auto& [name, value] : place.values())
-        std::visit([&archive, &name = name](auto held) { archive(name, held); }, value);
+        std::visit([&archive, &entry = name](auto held) { archive(entry, held); }, value);
     }
   }
 };

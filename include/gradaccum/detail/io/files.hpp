@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/platform/platform.hpp>
 
-#include <signal.h>
-#include <sys/types.h>
 #include <compare>
 #include <cstddef>
 #include <cstdint>
@@ -15,46 +13,17 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <utility>
 #include <vector>
 
-/// Files and directories of the operating system. Every error is a `std::runtime_error` that names the path.
+/// Files and directories. Every error is a `std::runtime_error` that names the path.
 
 namespace gradaccum::detail {
 
 /// Throws `path: requirement, got No space left on device: free some room`.
-[[noreturn]] void file_error(const std::filesystem::path& path, const std::string& requirement, int error);
-
-/// A scope in which a write beyond the limit of file sizes (`ulimit -f`) returns an error: the system's signal, which
-/// would end the program, is blocked on this thread and discarded.
-class NoFileSizeSignal {
- public:
-  NoFileSizeSignal();
-  NoFileSizeSignal& operator=(NoFileSizeSignal&&) = delete;
-  ~NoFileSizeSignal();
-
- private:
-  sigset_t before_{};
-};
-
-/// An open file or directory, closed by the destructor. number() is negative if it could not be opened (see errno).
-class Descriptor {
- public:
-  Descriptor(const std::filesystem::path& path, int flags, mode_t mode = 0);
-  Descriptor& operator=(Descriptor&&) = delete;
-  ~Descriptor() { close(); }
-
-  int number() const { return number_; }
-
-  /// Writes some of the bytes, and returns how many; 0 after an error (see errno).
-  std::size_t write(const void* data, std::size_t size) const;
-
-  /// Returns true on success. Must not be retried: Linux closes the descriptor even when it reports an error.
-  bool close() noexcept;
-
- private:
-  int number_;
-};
+[[noreturn]] void file_error(const std::filesystem::path& path, const std::string& requirement,
+                             const std::error_code& error);
 
 /// Makes the entries of a directory survive a power failure.
 void sync_directory(const std::filesystem::path& path);
@@ -95,7 +64,7 @@ class InputFile {
 };
 
 /// A private mapping of a file: pages are read from the disk on first access, and writes never reach the file. The file
-/// may be replaced or removed; if another process truncates it, accessing the lost pages kills this one (SIGBUS).
+/// may be replaced or removed; if another process truncates it, accessing the lost pages kills this one.
 class MappedFile {
  public:
   explicit MappedFile(const std::filesystem::path& path);
@@ -174,7 +143,7 @@ class StateLock : Descriptor {
   bool is_own() const;
 
  private:
-  pid_t owner_;
+  int owner_;
 };
 
 /// A state that is being written, under a temporary name, in a directory that is locked for it. The destructor removes

@@ -67,10 +67,13 @@ class ElementLoop {
 
 // Loops over plain memory, compiled for several instruction sets even if the program targets an old processor.
 
-enum class InstructionSet { portable, avx2, avx512 };
+/// NEON has the results of AVX2, to the bit. The portable kernels have the same on all processors.
+enum class InstructionSet { portable, neon, avx2, avx512 };
 
 /// Returns the best instruction set according to LibTorch, which ATEN_CPU_CAPABILITY=avx2 or =default limits.
 InstructionSet instruction_set();
+/// Returns those that this processor has, up to the best.
+std::vector<InstructionSet> instruction_sets();
 
 /// Updates elements [from, from + count) of a parameter. With 8-bit moments `from` is a multiple of the block size, and
 /// so is `count` except at the end of an array.

@@ -11,6 +11,27 @@
 /// CPU kernels; a device computes them itself, since only it may know the multiplier and the step count.
 namespace gradaccum::detail {
 
+/// Keeps a compiler from fusing a product, which is rounded here, with a sum: results then differ between processors.
+template <class Number>
+GRADACCUM_ON_DEVICE void keep_rounded(Number& product) {
+#if defined(__CUDA_ARCH__) || !(defined(__GNUC__) || defined(__clang__))
+  static_cast<void>(product);
+#elif defined(__x86_64__)
+  __asm__("" : "+x"(product));
+#elif defined(__aarch64__)
+  __asm__("" : "+w"(product));
+#else
+  __asm__("" : "+m"(product));
+#endif
+}
+
+/// Returns 1 - a b, rounded twice.
+GRADACCUM_ON_DEVICE inline double one_minus_product(double a, double b) {
+  double product = a * b;
+  keep_rounded(product);
+  return 1 - product;
+}
+
 struct SgdSettings {
   double lr, momentum, dampening, weight_decay;
   bool nesterov, first;  ///< first: there is no momentum buffer yet
@@ -54,7 +75,7 @@ GRADACCUM_ON_DEVICE inline AdamNumbers numbers_of(const AdamSettings& by, double
   const double correction1 = 1 - std::pow(by.beta1, step), correction2 = 1 - std::pow(by.beta2, step);
   return {.multiplier = multiplier,
           .weight_decay = by.decoupled ? 0 : by.weight_decay,
-          .kept = by.decoupled ? 1 - by.lr * by.weight_decay : 1,
+          .kept = by.decoupled ? one_minus_product(by.lr, by.weight_decay) : 1,
           .beta1 = by.beta1,
           .fresh1 = 1 - by.beta1,
           .beta2 = by.beta2,
@@ -119,7 +140,7 @@ GRADACCUM_ON_DEVICE inline void set_step_size(AdafactorNumbers& numbers, const A
   const double rms = std::sqrt(of.parameter_squares / of.elements);
   const double update_rms = std::sqrt(of.update_squares / of.elements);
   const double size = by.step_size * (by.scale_parameter ? at_least(by.eps2, rms) : 1);
-  numbers.kept = 1 - by.weight_decay * (by.pytorch ? by.lr : size);
+  numbers.kept = one_minus_product(by.weight_decay, by.pytorch ? by.lr : size);
   numbers.step_size = size / at_least(1, update_rms / by.d);
 }
 

@@ -193,6 +193,16 @@ class [[nodiscard]] AllocationScope {
 /// Copies a host tensor to a device, to CUDA from pinned memory, so that the host does not wait.
 at::Tensor copied_to(at::Device device, const at::Tensor& of_host);
 
+/// Bytes on a device: of all processes, as its driver counts, and of this one's allocator.
+struct DeviceMemory {
+  std::int64_t free = 0, total = 0, reserved = 0, allocated = 0;
+};
+/// Returns nullopt for a device whose allocator does not report them, and with a LibTorch older than 2.10.
+std::optional<DeviceMemory> device_memory(c10::Device device);
+
+/// Returns the allocator's unused memory to the device, where LibTorch can.
+void empty_device_cache(c10::Device device);
+
 /// Returns the bytes in use, if known: on a GPU by all processes, from its driver; on the CPU by this one, from Linux.
 std::optional<std::int64_t> occupied_memory(c10::Device device);
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/build/libtorch.hpp>
+
 #include <c10/util/Exception.h>
 #include <c10/util/Type.h>
 #include <torch/nn/module.h>

@@ -45,16 +45,16 @@ GRADACCUM_INLINE std::unique_ptr<GraphImplInterface> new_device_graph(c10::Devic
   return at::has_graph_impl(device) ? at::create_graph_impl(device) : nullptr;
 }
 
-GRADACCUM_INLINE void begin_capture(GraphImplInterface& graph, c10::MempoolId_t pool) {
+GRADACCUM_INLINE void begin_capture(GraphImplInterface& graph, GraphPool pool) {
   graph.capture_begin(pool, at::GraphCaptureMode::ThreadLocal);  // a thread that prefetches may allocate
 }
 #else
 #ifdef GRADACCUM_HAS_CUDA_GRAPHS
 struct CudaGraph final : GraphImplInterface {
-  void capture_begin(c10::MempoolId_t pool) override { graph.capture_begin(pool, cudaStreamCaptureModeThreadLocal); }
+  void capture_begin(GraphPool pool) override { graph.capture_begin(pool, cudaStreamCaptureModeThreadLocal); }
   void capture_end() override { graph.capture_end(); }
   void replay() override { graph.replay(); }
-  c10::MempoolId_t pool() const override { return graph.pool(); }
+  GraphPool pool() const override { return graph.pool(); }
 
   mutable at::cuda::CUDAGraph graph;
 };
@@ -73,7 +73,7 @@ GRADACCUM_INLINE std::unique_ptr<GraphImplInterface> new_device_graph(c10::Devic
   return device == c10::kCUDA && device_graph_maker() ? device_graph_maker()() : nullptr;
 }
 
-GRADACCUM_INLINE void begin_capture(GraphImplInterface& graph, c10::MempoolId_t pool) { graph.capture_begin(pool); }
+GRADACCUM_INLINE void begin_capture(GraphImplInterface& graph, GraphPool pool) { graph.capture_begin(pool); }
 #endif
 
 GRADACCUM_INLINE bool has_graphs(c10::Device device) {
@@ -113,7 +113,7 @@ class FailedOperation {
   at::CallbackHandle handle_;
 };
 
-GRADACCUM_INLINE DeviceGraph::DeviceGraph(c10::Stream stream, c10::MempoolId_t pool, c10::function_ref<void()> work)
+GRADACCUM_INLINE DeviceGraph::DeviceGraph(c10::Stream stream, GraphPool pool, c10::function_ref<void()> work)
     : impl_(new_device_graph(stream.device_type())) {
   const c10::StreamGuard guard(stream);
   const FailedOperation failed;
@@ -376,13 +376,9 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
       return trial.result(objective);
     }();
     devices.synchronizeDevice(device.index());
-    auto* const allocator = c10::getDeviceAllocator(device.type());
-    const auto reserved_bytes = [&] {
-      return allocator->getDeviceStats(device.index()).reserved_bytes[0].current;  // all kinds of memory
-    };
-    const auto free_bytes = static_cast<std::int64_t>(allocator->getMemoryInfo(device.index()).first);
-    if (free_bytes < reserved_bytes()) allocator->emptyCache();  // a capture cannot use cached blocks
-    const auto reserved_before = reserved_bytes();
+    const auto memory = [&] { return device_memory(device).value_or(DeviceMemory()); };
+    if (const auto now = memory(); now.free < now.reserved) empty_device_cache(device);  // a capture cannot use it
+    const auto reserved_before = memory().reserved;
     const auto casts_of_the_graph_end = c10::make_scope_exit([] { at::autocast::clear_cache(); });
     at::autocast::clear_cache();
     std::vector<std::int64_t> before;
@@ -395,7 +391,7 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
     step->seed = at::ones_like(loss.mean.detach());
     std::vector<at::Tensor> gradients;
     step->backward.emplace(*stream_, step->forward->pool(), [&] { gradients = capture_backward(*step, loss); });
-    const auto bytes_of_graphs = reserved_bytes() - reserved_before;
+    const auto bytes_of_graphs = memory().reserved - reserved_before;
     for (auto& gradient : gradients) step->gradients.push_back(without_owner(gradient));
     step->target = index_of_target(loss, batch);
     step->loss = Loss(without_owner(loss.mean), loss.items);
@@ -426,7 +422,7 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
   }
 
   /// Returns the pool of the existing graphs. A pool must not be reused after its last graph is destroyed.
-  c10::MempoolId_t pool() const {
+  GraphPool pool() const {
     for (auto& [key, layout] : layouts_)
       if (layout.step) return layout.step->forward->pool();
     return {0, 0};

@@ -9,6 +9,7 @@
 #include <gradaccum/detail/data/samples.hpp>
 #include <gradaccum/detail/io/files.hpp>
 #include <gradaccum/detail/io/formats.hpp>
+#include <gradaccum/detail/platform/platform.hpp>
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/detail/window/fused_gradients.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
@@ -32,7 +33,6 @@
 #include <torch/nn/module.h>
 #include <torch/version.h>
 
-#include <dlfcn.h>
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -377,13 +377,9 @@ class StepCode {
   /// Loads a shared library, whose code runs with this program's rights. Throws `std::runtime_error` with the path.
   StepCode(const std::filesystem::path& library, const std::string& name, at::Device device) {
     const auto path = std::filesystem::absolute(library);
-    library_ = {dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL), [](void* opened) {
-                  if (opened) dlclose(opened);
-                }};
-    if (!library_) throw std::runtime_error(path.string() + ": must be a library that can be loaded, got " + dlerror());
-    const auto* const functions = dlsym(library_.get(), ("gradaccum_step_" + name).c_str());
-    if (!functions)
-      throw std::runtime_error(path.string() + ": must be the code " + name + " of a step, got " + dlerror());
+    library_ = load_library(path);
+    const auto* const functions = find_symbol(library_.get(), "gradaccum_step_" + name);
+    if (!functions) throw std::runtime_error(path.string() + ": must be the code " + name + " of a step");
     start(static_cast<void* const*>(functions), device);
   }
   /// Uses code in this program, through the function table that generated code exports.

@@ -7,6 +7,7 @@
 #include <gradaccum/data/tensor_batches.hpp>
 
 #include <gradaccum/detail/memory/memory_ledger.hpp>
+#include <gradaccum/detail/platform/platform.hpp>
 #include <gradaccum/detail/types/recorded_inputs.hpp>
 #include <gradaccum/detail/types/types.hpp>
 
@@ -25,7 +26,6 @@
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <fmt/format.h>
 
-#include <dlfcn.h>
 #include <algorithm>
 #include <ostream>
 #include <set>
@@ -129,8 +129,8 @@ GRADACCUM_INLINE void make_without_draws(c10::function_ref<void()> make) {
 GRADACCUM_INLINE void work_on_this_thread_alone() {
   at::get_num_threads();                  // the first call on a thread sets its number, so both calls come first:
   at::internal::lazy_init_num_threads();  // in LibTorch, and in operations compiled into this program
-  if (auto* const set = reinterpret_cast<void (*)(int)>(dlsym(RTLD_DEFAULT, "omp_set_num_threads"))) set(1);
-  if (auto* const set = reinterpret_cast<int (*)(int)>(dlsym(RTLD_DEFAULT, "MKL_Set_Num_Threads_Local"))) set(1);
+  if (auto* const set = reinterpret_cast<void (*)(int)>(find_symbol(nullptr, "omp_set_num_threads"))) set(1);
+  if (auto* const set = reinterpret_cast<int (*)(int)>(find_symbol(nullptr, "MKL_Set_Num_Threads_Local"))) set(1);
 }
 
 /// Detaches profilers, which belong to the other thread and may end there while this one works.

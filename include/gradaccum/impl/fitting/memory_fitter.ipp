@@ -5,6 +5,7 @@
 #include <gradaccum/detail/fitting/memory_fitter.hpp>
 
 #include <gradaccum/archive.hpp>
+#include <gradaccum/detail/platform/platform.hpp>
 #include <gradaccum/detail/types/types.hpp>
 
 #include <ATen/autocast_mode.h>
@@ -13,7 +14,6 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
-#include <sys/resource.h>
 #include <algorithm>
 #include <array>
 #include <chrono>
@@ -477,26 +477,21 @@ GRADACCUM_INLINE std::optional<std::int64_t> memory_left_by_groups(const std::fi
 
 /// Returns the address space left by `ulimit -v`.
 GRADACCUM_INLINE std::optional<std::int64_t> addresses_left() {
-  rlimit limit{};
-  if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return std::nullopt;
-  const auto used = bytes_after("VmSize", text_of_system_file("/proc/self/status"));
-  return static_cast<std::int64_t>(limit.rlim_cur) - used.value_or(0);
+  const auto limit = limit_of_addresses();
+  if (!limit) return std::nullopt;
+  return *limit - bytes_after("VmSize", text_of_system_file("/proc/self/status")).value_or(0);
 }
 
-GRADACCUM_INLINE std::optional<std::int64_t> available_memory(c10::Device device) try {
+GRADACCUM_INLINE std::optional<std::int64_t> available_memory(c10::Device device) {
   if (!device.is_cpu()) {
-    static_cast<void>(at::empty({0}, device));  // the allocator's statistics throw before its first use
-    auto* const allocator = c10::getDeviceAllocator(device.type());
-    const auto free = static_cast<std::int64_t>(allocator->getMemoryInfo(device.index()).first);
-    const auto statistics = allocator->getDeviceStats(device.index());
-    const auto all = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
-    return free + statistics.reserved_bytes[all].current - statistics.allocated_bytes[all].current;
+    static_cast<void>(at::empty({0}, device));  // before its first use the allocator has no statistics
+    const auto memory = device_memory(device);
+    if (!memory) return std::nullopt;
+    return memory->free + memory->reserved - memory->allocated;
   }
   const auto available = bytes_after("MemAvailable", text_of_system_file("/proc/meminfo"));
   const auto left = least(available, least(memory_left_by_groups(), addresses_left()));
   return left ? std::optional(std::max<std::int64_t>(*left, 0)) : std::nullopt;
-} catch (const c10::Error&) {  // not all of LibTorch's allocators report memory
-  return std::nullopt;
 }
 
 /// Matches messages, too: the CPU's allocator, cuBLAS and cuDNN have no class for this error.
@@ -518,11 +513,7 @@ GRADACCUM_INLINE bool is_out_of_memory(const std::exception_ptr& error) {
 
 GRADACCUM_INLINE void release_kept_memory(c10::Device device) {
   at::autocast::clear_cache();
-  if (device.is_cpu()) return;
-  try {
-    c10::getDeviceAllocator(device.type())->emptyCache();
-  } catch (const c10::Error&) {  // a device without such an allocator
-  }
+  if (!device.is_cpu()) empty_device_cache(device);
 }
 
 }  // namespace gradaccum::detail

@@ -7,15 +7,9 @@
 
 #include <gradaccum/detail/kernels/crc32.hpp>
 
-#include <fcntl.h>
-#include <sys/file.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
-#include <csignal>
 #include <cstdio>
 #include <limits>
 #include <random>
@@ -27,73 +21,42 @@
 namespace gradaccum::detail {
 
 /// Returns a hint for the user about an error of the operating system, or "".
-GRADACCUM_INLINE std::string advice(int error) {
-  if (error == ENOSPC || error == EDQUOT) return ": free some room";
-  if (error == EFBIG) return ": raise the limit (ulimit -f)";
-  if (error == EACCES || error == EPERM || error == EROFS) return ": choose a place that you can write to";
-  if (error == EMFILE || error == ENFILE) return ": close files, or raise the limit (ulimit -n)";
-  return error == EIO ? ": check the disk" : "";
+GRADACCUM_INLINE std::string advice(const std::error_code& error) {
+  const auto is_one_of = [&](auto... conditions) { return ((error == conditions) || ...); };
+  bool is_full = is_one_of(std::errc::no_space_on_device);
+#ifdef EDQUOT
+  is_full = is_full || error == std::error_code(EDQUOT, std::generic_category());
+#endif
+  if (is_full) return ": free some room";
+  if (is_one_of(std::errc::file_too_large)) return ": raise the limit (ulimit -f)";
+  if (is_one_of(std::errc::permission_denied, std::errc::operation_not_permitted, std::errc::read_only_file_system))
+    return ": choose a place that you can write to";
+  if (is_one_of(std::errc::too_many_files_open, std::errc::too_many_files_open_in_system))
+    return ": close files, or raise the limit (ulimit -n)";
+  return is_one_of(std::errc::io_error) ? ": check the disk" : "";
 }
 
-GRADACCUM_INLINE void file_error(const std::filesystem::path& path, const std::string& requirement, int error) {
-  throw std::runtime_error(path.string() + ": " + requirement + ", got " + std::generic_category().message(error) +
-                           advice(error));
-}
-
-GRADACCUM_INLINE Descriptor::Descriptor(const std::filesystem::path& path, int flags, mode_t mode)
-    : number_(static_cast<int>(TEMP_FAILURE_RETRY(::open(path.c_str(), flags | O_CLOEXEC, mode)))) {}
-
-GRADACCUM_INLINE sigset_t file_size_signal() {
-  sigset_t signals;
-  ::sigemptyset(&signals);
-  ::sigaddset(&signals, SIGXFSZ);
-  return signals;
-}
-
-GRADACCUM_INLINE NoFileSizeSignal::NoFileSizeSignal() {
-  const auto signals = file_size_signal();
-  ::pthread_sigmask(SIG_BLOCK, &signals, &before_);
-}
-
-/// Consumes a pending signal: the system sends it to the thread that writes, where it waits while it is blocked.
-GRADACCUM_INLINE NoFileSizeSignal::~NoFileSizeSignal() {
-  const int error = errno;
-  const auto signals = file_size_signal();
-  const ::timespec now{};
-  while (!::sigismember(&before_, SIGXFSZ) && ::sigtimedwait(&signals, nullptr, &now) > 0) {
-  }
-  ::pthread_sigmask(SIG_SETMASK, &before_, nullptr);
-  errno = error;
-}
-
-GRADACCUM_INLINE std::size_t Descriptor::write(const void* data, std::size_t size) const {
-  const NoFileSizeSignal no_signal;
-  const auto written = TEMP_FAILURE_RETRY(::write(number_, data, size));
-  if (written == 0) errno = EIO;  // should never happen; a retry might loop forever
-  return written > 0 ? static_cast<std::size_t>(written) : 0;
-}
-
-GRADACCUM_INLINE bool Descriptor::close() noexcept {
-  return number_ < 0 || ::close(std::exchange(number_, -1)) == 0 || errno == EINTR;
-}
-
-GRADACCUM_INLINE bool sync(const Descriptor& descriptor) {
-  return TEMP_FAILURE_RETRY(::fsync(descriptor.number())) == 0;
+GRADACCUM_INLINE void file_error(const std::filesystem::path& path, const std::string& requirement,
+                                 const std::error_code& error) {
+  throw std::runtime_error(path.string() + ": " + requirement + ", got " + error.message() + advice(error));
 }
 
 GRADACCUM_INLINE void sync_directory(const std::filesystem::path& path) {
-  const Descriptor directory(path.empty() ? "." : path, O_RDONLY | O_DIRECTORY);
-  if (directory.number() < 0) file_error(path, "must be a directory that can be opened", errno);
+  const Descriptor directory(path.empty() ? "." : path, Descriptor::Open::directory);
+  if (!directory) file_error(path, "must be a directory that can be opened", last_error());
+  if (directory.sync()) return;
   // Some network file systems cannot sync directories, and do not need to.
-  if (!sync(directory) && errno != EINVAL && errno != ENOTSUP) file_error(path, "must be synced to the disk", errno);
+  const auto error = last_error();
+  if (error != std::errc::invalid_argument && error != std::errc::not_supported)
+    file_error(path, "must be synced to the disk", error);
 }
 
 GRADACCUM_INLINE void make_directory(const std::filesystem::path& path) {
   std::error_code ignored;
   if (path.empty() || std::filesystem::is_directory(path, ignored)) return;
   make_directory(path.parent_path());
-  if (::mkdir(path.c_str(), 0777) != 0) {
-    const int error = errno;
+  std::error_code error;
+  if (!std::filesystem::create_directory(path, error)) {
     if (std::filesystem::is_directory(path, ignored)) return;  // a trailing slash, or another process has just made it
     file_error(path, "must be a directory, or one that can be created", error);
   }
@@ -112,7 +75,7 @@ GRADACCUM_INLINE std::vector<std::string> names_in(const std::filesystem::path& 
   for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error))
     names.push_back(entry->path().filename().string());
   if (error && error != std::errc::no_such_file_or_directory)
-    file_error(path, "must be a directory that can be read", error.value());
+    file_error(path, "must be a directory that can be read", error);
   return names;
 }
 
@@ -120,25 +83,24 @@ GRADACCUM_INLINE std::filesystem::path temporary_name(std::filesystem::path path
   std::random_device random;
   char digits[9];
   std::snprintf(digits, sizeof digits, "%08x", random());
-  path += ".tmp-" + std::to_string(::getpid()) + "-" + digits;
+  path += ".tmp-" + std::to_string(process_id()) + "-" + digits;
   return path;
 }
 
 /// Returns the size of a file that was opened. Throws unless it is a regular one.
 GRADACCUM_INLINE std::uint64_t size_of_regular(const Descriptor& file, const std::filesystem::path& path,
                                                const char* other_kinds) {
-  struct ::stat status {};
-  if (file.number() < 0 || ::fstat(file.number(), &status) != 0)
-    file_error(path, "must be a file that can be read", errno);
-  if (!S_ISREG(status.st_mode))
+  const auto status = file.status();
+  if (!status) file_error(path, "must be a file that can be read", last_error());
+  if (status->kind != Descriptor::Status::regular)
     throw std::runtime_error(path.string() + ": must be a regular file, got " +
-                             (S_ISDIR(status.st_mode) ? "a directory" : other_kinds));
-  return static_cast<std::uint64_t>(status.st_size);
+                             (status->kind == Descriptor::Status::directory ? "a directory" : other_kinds));
+  return status->bytes;
 }
 
 GRADACCUM_INLINE InputFile::InputFile(std::filesystem::path path)
-    : path_(std::move(path)), descriptor_(path_, O_RDONLY | O_NOFOLLOW | O_NONBLOCK) {
-  if (descriptor_.number() < 0 && errno == ELOOP)
+    : path_(std::move(path)), descriptor_(path_, Descriptor::Open::to_read_no_link) {
+  if (!descriptor_ && last_error() == std::errc::too_many_symbolic_link_levels)
     throw std::runtime_error(path_.string() + ": must be a regular file, got a symbolic link");
   bytes_ = size_of_regular(descriptor_, path_, "a device, pipe or socket");
 }
@@ -146,48 +108,46 @@ GRADACCUM_INLINE InputFile::InputFile(std::filesystem::path path)
 GRADACCUM_INLINE std::size_t InputFile::read_at(std::uint64_t offset, void* data, std::size_t size) const {
   std::size_t done = 0;
   while (done < size) {
-    const auto now = TEMP_FAILURE_RETRY(
-        ::pread(descriptor_.number(), static_cast<char*>(data) + done, size - done, static_cast<off_t>(offset + done)));
-    if (now < 0) file_error(path_, "must be read", errno);
-    if (now == 0) break;
-    done += static_cast<std::size_t>(now);
+    const auto now = descriptor_.read_at(offset + done, static_cast<char*>(data) + done, size - done);
+    if (!now) file_error(path_, "must be read", last_error());
+    if (*now == 0) break;
+    done += *now;
   }
   return done;
 }
 
 GRADACCUM_INLINE MappedFile::MappedFile(const std::filesystem::path& path) {
-  const Descriptor descriptor(path, O_RDONLY | O_NONBLOCK);  // otherwise opening a pipe waits for a writer
+  const Descriptor descriptor(path, Descriptor::Open::to_read);
   const auto size = static_cast<std::size_t>(size_of_regular(descriptor, path, "a pipe, socket or device"));
-  if (size == 0) return;  // mmap rejects it
-  // Without NORESERVE Linux reserves memory for a copy of the whole file, and refuses files larger than the memory.
-  void* const address =
-      ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, descriptor.number(), 0);
-  if (address == MAP_FAILED) file_error(path, "must fit the address space", errno);
+  if (size == 0) return;  // an empty mapping is an error
+  void* const address = descriptor.map(size);
+  if (!address) file_error(path, "must fit the address space", last_error());
   bytes_ = {static_cast<std::byte*>(address), size};
 }
 
 GRADACCUM_INLINE MappedFile::~MappedFile() {
-  if (!bytes_.empty()) ::munmap(bytes_.data(), bytes_.size());
+  if (!bytes_.empty()) unmap(bytes_);
 }
 
 GRADACCUM_INLINE void MappedFile::release(std::span<const std::byte> bytes) const {
-  const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
-  const auto begin = reinterpret_cast<std::uintptr_t>(bytes.data()), end = begin + bytes.size();
-  const auto first = (begin + page - 1) / page * page, last = end / page * page;  // only whole pages
-  if (first < last) ::madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+  discard_pages({const_cast<std::byte*>(bytes.data()), bytes.size()});
 }
 
 GRADACCUM_INLINE OutputFile::OutputFile(std::filesystem::path path, Cache cache)
-    : path_(std::move(path)),
-      direct_(cache == Cache::passed_by),
-      descriptor_(path_, O_WRONLY | O_CREAT | O_EXCL, 0666) {
-  if (descriptor_.number() < 0) fail("must be a new file that can be created");
-  direct_ = direct_ && ::fcntl(descriptor_.number(), F_SETFL, O_DIRECT) == 0;  // not every file system has it
+    : path_(std::move(path)), direct_(cache == Cache::passed_by), descriptor_(path_, Descriptor::Open::new_file) {
+  if (!descriptor_) fail("must be a new file that can be created");
+  direct_ = direct_ && descriptor_.bypass_cache(true);
 }
 
 GRADACCUM_INLINE void OutputFile::use_cache() {
-  ::fcntl(descriptor_.number(), F_SETFL, 0);
+  descriptor_.bypass_cache(false);
   direct_ = false;
+}
+
+/// Returns whether a write may have failed because it bypassed the cache, for example because blocks are larger.
+GRADACCUM_INLINE bool cannot_be_direct(const std::error_code& error) {
+  return error == std::errc::invalid_argument || error == std::errc::operation_not_supported ||
+         error == std::errc::bad_address;
 }
 
 GRADACCUM_INLINE void OutputFile::write(const void* data, std::size_t size) {
@@ -198,7 +158,7 @@ GRADACCUM_INLINE void OutputFile::write(const void* data, std::size_t size) {
       use_cache();  // for the end of the file, or after a short write
     const auto written =
         descriptor_.write(bytes, direct_ ? std::min(size / block * block, direct_chunk) : std::min(size, chunk));
-    if (written == 0 && direct_ && (errno == EINVAL || errno == EOPNOTSUPP || errno == EFAULT)) {  // e.g. larger blocks
+    if (written == 0 && direct_ && cannot_be_direct(last_error())) {
       use_cache();
       continue;
     }
@@ -210,15 +170,15 @@ GRADACCUM_INLINE void OutputFile::write(const void* data, std::size_t size) {
   }
 }
 
-GRADACCUM_INLINE void OutputFile::lock() const { ::flock(descriptor_.number(), LOCK_EX | LOCK_NB); }
+GRADACCUM_INLINE void OutputFile::lock() const { descriptor_.lock(); }
 
 GRADACCUM_INLINE void OutputFile::close() {
-  if (!sync(descriptor_)) fail("must be synced to the disk");
+  if (!descriptor_.sync()) fail("must be synced to the disk");
   if (!descriptor_.close()) fail("must be closed");
 }
 
 GRADACCUM_INLINE void OutputFile::fail(const std::string& requirement) {
-  const int error = errno;
+  const auto error = last_error();
   descriptor_.close();
   file_error(path_, requirement, error);
 }
@@ -233,9 +193,9 @@ GRADACCUM_INLINE void sync_name(const std::filesystem::path& path, const char* r
 }
 
 /// Returns the process in a temporary name of `path`; 0 for other names.
-GRADACCUM_INLINE ::pid_t process_in_name(const std::filesystem::path& path, std::string_view name) {
+GRADACCUM_INLINE int process_in_name(const std::filesystem::path& path, std::string_view name) {
   const auto prefix = path.filename().string() + ".tmp-";
-  ::pid_t process = 0;
+  int process = 0;
   if (!name.starts_with(prefix)) return 0;
   const auto* const end = name.data() + name.size();
   const auto* const digits = std::from_chars(name.data() + prefix.size(), end, process).ptr;
@@ -253,21 +213,35 @@ GRADACCUM_INLINE void remove_temporaries_of_killed(const std::filesystem::path& 
   for (std::filesystem::directory_iterator entry(folder, ignored), end; !ignored && entry != end;
        entry.increment(ignored)) {
     const auto process = process_in_name(path, entry->path().filename().string());
-    if (process == 0 || ::kill(process, 0) == 0 || errno != ESRCH) continue;
-    const Descriptor file(entry->path(), O_RDWR | O_NOFOLLOW | O_NONBLOCK);  // fails for folders, links, pipes
+    if (process == 0 || may_run(process)) continue;
     std::error_code kept;
-    if (file.number() >= 0 && ::flock(file.number(), LOCK_EX | LOCK_NB) == 0)
+    if (const Descriptor file(entry->path(), Descriptor::Open::to_lock); file && file.lock())
       std::filesystem::remove(entry->path(), kept);
   }
+}
+
+/// Throws an error that names `blamed`.
+GRADACCUM_INLINE void rename(const std::filesystem::path& from, const std::filesystem::path& to,
+                             const std::filesystem::path& blamed, const char* requirement) {
+  std::error_code error;
+  std::filesystem::rename(from, to, error);
+  if (error) file_error(blamed, requirement, error);
+}
+
+GRADACCUM_INLINE void make_new_folder(const std::filesystem::path& path, const std::filesystem::path& blamed,
+                                      const char* requirement) {
+  std::error_code error;
+  if (!std::filesystem::create_directory(path, error))
+    file_error(blamed, requirement, error ? error : std::make_error_code(std::errc::file_exists));
 }
 
 GRADACCUM_INLINE void make_and_rename(const std::filesystem::path& temporary, const std::filesystem::path& path,
                                       const std::function<void()>& make, const char* requirement) {
   remove_temporaries_of_killed(path);
   try {
-    const NoFileSizeSignal no_signal;
+    const NoWriteSignals no_signals;
     make();
-    if (std::rename(temporary.c_str(), path.c_str()) != 0) file_error(path, requirement, errno);
+    rename(temporary, path, path, requirement);
   } catch (...) {
     std::error_code ignored;  // a later sweep removes a state that cannot be removed now
     std::filesystem::remove_all(temporary, ignored);
@@ -304,25 +278,25 @@ GRADACCUM_INLINE std::optional<StateName> StateName::of(std::string_view text) {
 }
 
 GRADACCUM_INLINE StateLock::StateLock(const std::filesystem::path& directory)
-    : Descriptor(directory, O_RDONLY | O_DIRECTORY), owner_(::getpid()) {
-  if (number() < 0) file_error(directory, "must be a directory that can be opened", errno);
+    : Descriptor(directory, Open::directory), owner_(process_id()) {
+  if (!*this) file_error(directory, "must be a directory that can be opened", last_error());
   // Other errors mean a file system without locks; there the user has to ensure that there is one writer.
-  if (::flock(number(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
+  if (!lock() && last_error() == std::errc::operation_would_block)
     throw std::runtime_error(directory.string() + ": must have only one writer, but another process or thread is " +
                              "writing to it: wait for it, or choose another directory");
 }
 
 GRADACCUM_INLINE StateLock::~StateLock() {
-  if (is_own()) ::flock(number(), LOCK_UN);
+  if (is_own()) unlock();
 }
 
-GRADACCUM_INLINE bool StateLock::is_own() const { return owner_ == ::getpid(); }
+GRADACCUM_INLINE bool StateLock::is_own() const { return owner_ == process_id(); }
 
 GRADACCUM_INLINE void check_is_writable(const std::filesystem::path& directory) {
   const auto probe = temporary_name(directory / StateName().text()), renamed = temporary_name(probe);
   const auto make = [&] {
     make_directory(directory);
-    if (::mkdir(probe.c_str(), 0777) != 0) file_error(directory, "must be a directory that can be written to", errno);
+    make_new_folder(probe, directory, "must be a directory that can be written to");
     OutputFile file(probe / "probe");
     file.write("probe", 5);
     file.close();
@@ -330,7 +304,7 @@ GRADACCUM_INLINE void check_is_writable(const std::filesystem::path& directory) 
   make_and_rename(probe, renamed, make, "must be in a directory whose folders can be renamed");
   std::error_code error;
   std::filesystem::remove_all(renamed, error);
-  if (error) file_error(directory, "must be a directory whose folders can be removed", error.value());
+  if (error) file_error(directory, "must be a directory whose folders can be removed", error);
 }
 
 GRADACCUM_INLINE std::vector<StateDirectory::State> StateDirectory::finished() const {
@@ -374,7 +348,7 @@ GRADACCUM_INLINE UnfinishedState::UnfinishedState(const std::filesystem::path& d
   remove_leftovers(directory);
   path_ = directory / next_name(directory, step).text();
   folder_ = temporary_name(path_);
-  if (::mkdir(folder_.c_str(), 0777) != 0) file_error(folder_, "must be a folder that can be created", errno);
+  make_new_folder(folder_, folder_, "must be a folder that can be created");
 }
 
 GRADACCUM_INLINE UnfinishedState::~UnfinishedState() {
@@ -384,7 +358,7 @@ GRADACCUM_INLINE UnfinishedState::~UnfinishedState() {
 
 GRADACCUM_INLINE std::filesystem::path UnfinishedState::finish() {
   sync_directory(folder_);
-  if (std::rename(folder_.c_str(), path_.c_str()) != 0) file_error(path_, "must be given its name", errno);
+  rename(folder_, path_, path_, "must be given its name");
   folder_.clear();
   sync_name(path_, "is written, but might not be there");
   return path_;
@@ -401,8 +375,8 @@ GRADACCUM_INLINE std::filesystem::path StateDirectory::replace(const std::filesy
   const auto before = StateName::of(older.filename().string()), now = StateName::of(newer.filename().string());
   if (!before || !now || before->step != now->step) return newer;
   const StateLock lock(path_);
-  if (std::rename(older.c_str(), temporary_name(older).c_str()) != 0) file_error(older, "must be removed", errno);
-  if (std::rename(newer.c_str(), older.c_str()) != 0) file_error(newer, "must be given its name", errno);
+  rename(older, temporary_name(older), older, "must be removed");
+  rename(newer, older, newer, "must be given its name");
   remove_leftovers(path_);
   return older;
 }
@@ -415,7 +389,7 @@ GRADACCUM_INLINE void StateDirectory::keep_last(std::int64_t count, const std::v
   for (std::size_t i = 0; i + static_cast<std::uint64_t>(count) < states.size(); ++i) {
     const auto& path = states[i].path;
     if (std::find(others.begin(), others.end(), path) != others.end()) continue;
-    if (std::rename(path.c_str(), temporary_name(path).c_str()) != 0) file_error(path, "must be removed", errno);
+    rename(path, temporary_name(path), path, "must be removed");
   }
   remove_leftovers(path_);
 }

@@ -279,7 +279,7 @@ GRADACCUM_INLINE std::vector<std::pair<at::Tensor, std::string>> copies_of_weigh
   for (auto& [name, weight] : weights) {
     if (found.contains(weight.unsafeGetTensorImpl())) continue;
     const bool may_be_missing =
-        std::ranges::any_of(options.may_be_missing, [&name = name](auto& part) { return belongs_to(name, part); });
+        std::ranges::any_of(options.may_be_missing, [&whole = name](auto& part) { return belongs_to(whole, part); });
     (may_be_missing ? report.new_weights : report.missing).push_back(name);
   }
   for (auto& name : files.keys())

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Computes checksums of files: CRC-32 by tables or by carry-less products.
+// Computes checksums of files: CRC-32 by tables, by carry-less products, or by instructions for it.
 #pragma once
 
 #include <gradaccum/detail/kernels/crc32.hpp>
+#include <gradaccum/detail/platform/platform.hpp>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -101,21 +102,46 @@ __attribute__((target("vpclmulqdq,avx512f"))) GRADACCUM_INLINE std::uint32_t crc
   return crc32_by_tables(crc32_by_tables(0, reinterpret_cast<unsigned char*>(chains), sizeof chains), data, size);
 }
 
+#elif defined(__aarch64__) && defined(__GNUC__)
+
+/// Uses assembly, because the compilers name the instructions differently.
+GRADACCUM_INLINE std::uint32_t crc32_by_instruction(std::uint32_t crc, const unsigned char* data, std::size_t size,
+                                                    std::uint32_t polynomial) {
+  for (; size >= 8; data += 8, size -= 8) {
+    std::uint64_t word;
+    std::memcpy(&word, data, sizeof word);
+    if (polynomial == crc32_polynomial)
+      __asm__(".arch_extension crc\n\tcrc32x %w0, %w0, %x1" : "+r"(crc) : "r"(word));
+    else
+      __asm__(".arch_extension crc\n\tcrc32cx %w0, %w0, %x1" : "+r"(crc) : "r"(word));
+  }
+  return crc32_by_tables(crc, data, size, polynomial);
+}
+
 #endif
 
-GRADACCUM_INLINE std::uint32_t crc32(const void* data, std::size_t size, std::uint32_t before) {
-  const auto* const bytes = static_cast<const unsigned char*>(data);
+/// Returns the remainder, computed in the fastest way that this processor has.
+GRADACCUM_INLINE std::uint32_t crc32_remainder(std::uint32_t crc, const unsigned char* data, std::size_t size,
+                                               std::uint32_t polynomial) {
 #if defined(__x86_64__)
   static const bool can_fold = __builtin_cpu_supports("pclmul") != 0;
   static const bool can_fold_wide = __builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("avx512f");
-  if (can_fold_wide && size >= 256) return ~crc32_by_wide_folding(~before, bytes, size);
-  if (can_fold && size >= 64) return ~crc32_by_folding(~before, bytes, size);
+  const bool has_factors = polynomial == crc32_polynomial;
+  if (has_factors && can_fold_wide && size >= 256) return crc32_by_wide_folding(crc, data, size);
+  if (has_factors && can_fold && size >= 64) return crc32_by_folding(crc, data, size);
+#elif defined(__aarch64__) && defined(__GNUC__)
+  static const bool has_instruction = arm_features().crc32;
+  if (has_instruction) return crc32_by_instruction(crc, data, size, polynomial);
 #endif
-  return ~crc32_by_tables(~before, bytes, size);
+  return crc32_by_tables(crc, data, size, polynomial);
+}
+
+GRADACCUM_INLINE std::uint32_t crc32(const void* data, std::size_t size, std::uint32_t before) {
+  return ~crc32_remainder(~before, static_cast<const unsigned char*>(data), size, crc32_polynomial);
 }
 
 GRADACCUM_INLINE std::uint32_t crc32c(const void* data, std::size_t size) {
-  return ~crc32_by_tables(~0u, static_cast<const unsigned char*>(data), size, crc32c_polynomial);
+  return ~crc32_remainder(~0u, static_cast<const unsigned char*>(data), size, crc32c_polynomial);
 }
 
 GRADACCUM_INLINE std::uint32_t crc32_of_both(std::uint32_t first, std::uint32_t second, std::uint64_t size) {

@@ -2,9 +2,10 @@
 // Compiles the processor's kernels for each instruction set, chooses between them, and runs them on threads.
 #pragma once
 
+#include <gradaccum/detail/build/libtorch.hpp>
 #include <gradaccum/detail/kernels/dense.hpp>
-#include <gradaccum/detail/kernels/dynamic_map.hpp>
 #include <gradaccum/detail/kernels/device_kernels.hpp>
+#include <gradaccum/detail/kernels/dynamic_map.hpp>
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
 
 #include <ATen/MemoryOverlap.h>
@@ -21,8 +22,14 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
+#if defined(GRADACCUM_LINKS_CUDA) && TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 11
+#include <c10/cuda/CUDAStream.h>
+#endif
+
 #ifdef __x86_64__
 #include <immintrin.h>
+#elif defined(__aarch64__) && defined(__GNUC__)
+#include <arm_neon.h>
 #endif
 
 #include <atomic>
@@ -186,7 +193,17 @@ GRADACCUM_INLINE const DeviceKernels* device_kernels() { return kernels_in_use()
 GRADACCUM_INLINE void set_device_kernels(const DeviceKernels* kernels) { kernels_in_use() = kernels; }
 
 GRADACCUM_INLINE void* native_stream(c10::Device device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
+  [[maybe_unused]] const auto stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 11
+  return stream.native_handle();
+#elif defined(GRADACCUM_LINKS_CUDA)
+  return c10::cuda::CUDAStream(stream).stream();
+#elif defined(GRADACCUM_CUDA_KERNELS)
+#error \
+    "gradaccum: with a LibTorch older than 2.11 CUDA kernels need the toolkit's headers (cublas, cusparse and cusolver, too)"
+#else
+  return nullptr;  // only tests have kernels here
+#endif
 }
 
 GRADACCUM_INLINE bool can_be_normed_on_device(const at::Tensor& tensor) {
@@ -259,22 +276,47 @@ GRADACCUM_INLINE void parallel_for(std::int64_t count, c10::function_ref<void(st
 
 GRADACCUM_INLINE InstructionSet instruction_set() {
   static const auto found = [] {
+#ifdef __x86_64__
     const auto capability = at::get_cpu_capability();
     if (capability == "AVX512") return InstructionSet::avx512;
-    return capability == "AVX2" ? InstructionSet::avx2 : InstructionSet::portable;
+    if (capability == "AVX2") return InstructionSet::avx2;
+#elif defined(__aarch64__) && defined(__GNUC__)
+    if (c10::utils::get_env("ATEN_CPU_CAPABILITY") != "default") return InstructionSet::neon;
+#endif
+    return InstructionSet::portable;
   }();
   return found;
 }
 
-namespace portable {
-inline constexpr int lanes_of_vectors = 4;
-template <class Number>
-Number product_plus(Number a, Number b, Number c) {
-  return a * b + c;
+GRADACCUM_INLINE std::vector<InstructionSet> instruction_sets() {
+  switch (instruction_set()) {
+    case InstructionSet::portable:
+      return {InstructionSet::portable};
+    case InstructionSet::neon:
+      return {InstructionSet::portable, InstructionSet::neon};
+    case InstructionSet::avx2:
+      return {InstructionSet::portable, InstructionSet::avx2};
+    case InstructionSet::avx512:
+      return {InstructionSet::portable, InstructionSet::avx2, InstructionSet::avx512};
+  }
+  return {};
 }
+
+namespace portable {
 #include <gradaccum/detail/kernels/simd/portable.inl>
+// files that use those above:
 #include <gradaccum/detail/kernels/simd/kernels.inl>
 }  // namespace portable
+
+#if defined(__aarch64__) && defined(__GNUC__)
+namespace neon {
+#include <gradaccum/detail/kernels/simd/neon.inl>
+// files that use those above:
+#include <gradaccum/detail/kernels/simd/kernels.inl>
+}  // namespace neon
+#else
+namespace neon = portable;
+#endif
 
 #ifdef __x86_64__
 
@@ -307,15 +349,24 @@ namespace avx512 {
 #pragma GCC pop_options
 #endif
 
-#else  // aliases, unused: other processors have the portable kernels only
+#else  // aliases, unused
 namespace avx2 = portable;
 namespace avx512 = portable;
 #endif
 
 template <auto kernel>
 std::remove_cvref_t<decltype(std::declval<Kernels>().*kernel)> kernel_of(InstructionSet set) {
-  constexpr auto with_avx512 = avx512::kernels.*kernel, with_avx2 = avx2::kernels.*kernel, other = portable::kernels.*kernel;
-  return set == InstructionSet::avx512 ? with_avx512 : set == InstructionSet::avx2 ? with_avx2 : other;
+  switch (set) {
+    case InstructionSet::avx512:
+      return avx512::kernels.*kernel;
+    case InstructionSet::avx2:
+      return avx2::kernels.*kernel;
+    case InstructionSet::neon:
+      return neon::kernels.*kernel;
+    case InstructionSet::portable:
+      break;
+  }
+  return portable::kernels.*kernel;
 }
 #ifdef GRADACCUM_COMPILED
 template SumOfSquares (*kernel_of<&Kernels::sum_of_squares>(InstructionSet))(at::ScalarType);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <gradaccum/detail/memory/memory_ledger.hpp>
+#include <gradaccum/detail/platform/platform.hpp>
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/memory_meter.hpp>
 
@@ -10,15 +11,6 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/Exception.h>
 
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
-
-#ifdef __GLIBC__
-#include <malloc.h>
-#endif
-
-#include <unistd.h>
 #include <array>
 #include <charconv>
 #include <fstream>
@@ -94,16 +86,43 @@ GRADACCUM_INLINE at::Tensor copied_to(at::Device device, const at::Tensor& of_ho
   return of_host.pin_memory().to(device, /*non_blocking=*/true);
 }
 
-GRADACCUM_INLINE std::optional<std::int64_t> occupied_memory(c10::Device device) try {
+GRADACCUM_INLINE std::optional<DeviceMemory> device_memory(c10::Device device) try {
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 10
+  auto* const allocator = c10::getDeviceAllocator(device.type());
+  const auto [free, total] = allocator->getMemoryInfo(device.index());
+  DeviceMemory memory{static_cast<std::int64_t>(free), static_cast<std::int64_t>(total)};
+  if (allocator->initialized()) {  // the statistics throw before the first allocation
+    const auto statistics = allocator->getDeviceStats(device.index());
+    const auto all = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+    memory.reserved = statistics.reserved_bytes[all].current;
+    memory.allocated = statistics.allocated_bytes[all].current;
+  }
+  return memory;
+#else
+  static_cast<void>(device);
+  return std::nullopt;
+#endif
+} catch (const c10::Error&) {  // LibTorch's allocators support this only for some devices
+  return std::nullopt;
+}
+
+GRADACCUM_INLINE void empty_device_cache(c10::Device device) try {
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 9
+  c10::getDeviceAllocator(device.type())->emptyCache();
+#else
+  static_cast<void>(device);
+#endif
+} catch (const c10::Error&) {  // a device without such an allocator
+}
+
+GRADACCUM_INLINE std::optional<std::int64_t> occupied_memory(c10::Device device) {
   if (!device.is_cpu()) {
-    const auto [free, total] = c10::getDeviceAllocator(device.type())->getMemoryInfo(device.index());
-    return static_cast<std::int64_t>(total - free);
+    const auto memory = device_memory(device);
+    return memory ? std::optional(memory->total - memory->free) : std::nullopt;
   }
   std::int64_t virtual_pages = 0, resident_pages = 0;
   if (!(plain_stream(text_of_system_file("/proc/self/statm")) >> virtual_pages >> resident_pages)) return std::nullopt;
-  return resident_pages * sysconf(_SC_PAGESIZE);
-} catch (const c10::Error&) {  // LibTorch's allocators support this only for some devices
-  return std::nullopt;
+  return resident_pages * page_bytes();
 }
 
 GRADACCUM_INLINE bool is_time_to_ask(std::optional<std::chrono::steady_clock::time_point> last) {
@@ -120,10 +139,10 @@ GRADACCUM_INLINE void for_each_storage(const at::Tensor& tensor, c10::function_r
   }
 }
 
-inline constexpr std::size_t page_bytes = std::size_t{1} << 16;  // a multiple of the page size of any system
+inline constexpr std::size_t unit_of_pages = std::size_t{1} << 16;  // a multiple of the page size of any system
 
 GRADACCUM_INLINE std::size_t rounded_up(std::size_t bytes) {
-  return (bytes + page_bytes - 1) / page_bytes * page_bytes;
+  return (bytes + unit_of_pages - 1) / unit_of_pages * unit_of_pages;
 }
 
 /// Returns warm pages to the kernel before this number of cold bytes is used.
@@ -133,23 +152,19 @@ GRADACCUM_INLINE void PageAllocator::make_room(std::size_t bytes) {
   const auto most_resident = most_used + most_used / 10 + always;
   while (warm_.bytes() > 0 && used_ + warm_.bytes() + bytes > most_resident) {
     const auto range = warm_.take_from_largest(rounded_up(used_ + warm_.bytes() + bytes - most_resident));
-#ifdef __linux__
-    ::madvise(reinterpret_cast<void*>(range.address), range.bytes, MADV_DONTNEED);
-#endif
+    discard_pages({reinterpret_cast<std::byte*>(range.address), range.bytes});
     cold_.add(range);
   }
 }
 
 GRADACCUM_INLINE bool PageAllocator::map_more(std::size_t bytes) {
-#ifdef __linux__
   constexpr std::size_t at_once = std::size_t{256} << 20;
   for (const auto size : {std::max(bytes, at_once), bytes}) {
-    void* const address = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (address == MAP_FAILED) continue;
+    void* const address = map_memory(size);
+    if (!address) continue;
     cold_.add({reinterpret_cast<std::uintptr_t>(address), size});
     return true;
   }
-#endif
   return false;
 }
 
@@ -227,6 +242,12 @@ class KeepingAllocator final : public c10::Allocator {
     c10::profiledCPUMemoryReporter().New(block, bytes);
     return {block, block, release, c10::Device(c10::kCPU)};
   }
+  /// Tries it with the smallest block.
+  bool is_possible() {
+    void* const block = pages_.allocate(1);
+    if (block) pages_.free(block);
+    return block != nullptr;
+  }
   c10::DeleterFnPtr raw_deleter() const override { return release; }
   void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
 
@@ -288,19 +309,10 @@ GRADACCUM_INLINE std::ostream& operator<<(std::ostream& out, const MemoryPlan& p
 
 /// Keeps large blocks unless another allocator is installed. Settings of malloc keep all other blocks.
 GRADACCUM_INLINE bool keep_freed_memory() {
-  bool keeps = false;
-#ifdef __linux__
-  if (c10::GetCPUAllocator() == c10::GetDefaultCPUAllocator())
-    c10::SetCPUAllocator(&detail::KeepingAllocator::instance());
-  keeps = c10::GetCPUAllocator() == &detail::KeepingAllocator::instance();
-#endif
-#ifdef __GLIBC__
-  constexpr int gigabyte = 1 << 30, most_of_old_versions = 32 << 20, pad = 64 << 20;
-  const bool maps_less =
-      mallopt(M_MMAP_THRESHOLD, gigabyte) == 1 || mallopt(M_MMAP_THRESHOLD, most_of_old_versions) == 1;
-  keeps |= maps_less && mallopt(M_TRIM_THRESHOLD, gigabyte) == 1 && mallopt(M_TOP_PAD, pad) == 1;
-#endif
-  return keeps;
+  auto& keeping = detail::KeepingAllocator::instance();
+  if (c10::GetCPUAllocator() == c10::GetDefaultCPUAllocator() && keeping.is_possible()) c10::SetCPUAllocator(&keeping);
+  const bool keeps_malloc = detail::keep_memory_of_malloc();
+  return c10::GetCPUAllocator() == &keeping || keeps_malloc;
 }
 
 }  // namespace gradaccum

@@ -3,6 +3,8 @@
 #pragma once
 
 #include <gradaccum/detail/parallel/connections.hpp>
+#include <gradaccum/detail/platform/platform.hpp>
+#include <gradaccum/detail/platform/sockets.hpp>
 #include <gradaccum/detail/types/types.hpp>
 
 #include <ATen/Context.h>
@@ -30,9 +32,6 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 #endif
 
-#include <netdb.h>
-#include <sys/socket.h>
-#include <unistd.h>
 #include <array>
 #include <cstddef>
 #include <cstdlib>
@@ -47,12 +46,6 @@ namespace gradaccum::detail {
 
 GRADACCUM_INLINE std::string in_seconds(std::chrono::milliseconds time) {
   return c10::str(static_cast<double>(time.count()) / 1000, " s");
-}
-
-GRADACCUM_INLINE std::string machine_name() {
-  std::array<char, 256> name{};
-  gethostname(name.data(), name.size() - 1);
-  return name.data();
 }
 
 GRADACCUM_INLINE bool each_has_its_own(const std::vector<std::string>& devices) {
@@ -154,26 +147,6 @@ struct Connections::Exchange {
 
 GRADACCUM_INLINE bool is_loopback(const std::string& address) {
   return address.empty() || address.starts_with("127.") || address == "::1" || address == "localhost";
-}
-
-/// Connects a datagram socket, which sends nothing.
-GRADACCUM_INLINE std::string address_towards(const std::string& host) {
-  addrinfo hints{}, *found = nullptr;
-  hints.ai_socktype = SOCK_DGRAM;
-  if (getaddrinfo(host.c_str(), "9", &hints, &found) != 0) return "";
-  const auto end = c10::make_scope_exit([found] { freeaddrinfo(found); });
-  for (const auto* one = found; one != nullptr; one = one->ai_next) {
-    const int descriptor = socket(one->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    const auto closed = c10::make_scope_exit([descriptor] { close(descriptor); });
-    sockaddr_storage own{};
-    socklen_t length = sizeof own;
-    std::array<char, NI_MAXHOST> text{};
-    auto* const address = reinterpret_cast<sockaddr*>(&own);
-    if (connect(descriptor, one->ai_addr, one->ai_addrlen) == 0 && getsockname(descriptor, address, &length) == 0 &&
-        getnameinfo(address, length, text.data(), text.size(), nullptr, 0, NI_NUMERICHOST) == 0)
-      return text.data();
-  }
-  return "";
 }
 
 GRADACCUM_INLINE std::string reachable_address(c10d::Store& store, const std::string& name, const std::string& host,

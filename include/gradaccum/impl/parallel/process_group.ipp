@@ -6,6 +6,7 @@
 
 #include <gradaccum/detail/parallel/connections.hpp>
 #include <gradaccum/detail/parallel/rendezvous.hpp>
+#include <gradaccum/detail/platform/platform.hpp>
 #include <gradaccum/detail/types/types.hpp>
 
 #include <ATen/Context.h>
@@ -15,24 +16,12 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <signal.h>
 #include <atomic>
 #include <cstdlib>
 
 #include <gradaccum/impl/begin.ipp>
 
 namespace gradaccum::detail {
-
-/// Blocks SIGPIPE in this thread until the end of the scope, and for good in the threads that it starts. Gloo and the
-/// server of TCPStore write to sockets that others may have closed, where the signal would end the process without a
-/// word.
-GRADACCUM_INLINE auto block_sigpipe() {
-  sigset_t blocked, before;
-  sigemptyset(&blocked);
-  sigaddset(&blocked, SIGPIPE);
-  pthread_sigmask(SIG_BLOCK, &blocked, &before);
-  return c10::make_scope_exit([before] { pthread_sigmask(SIG_SETMASK, &before, nullptr); });
-}
 
 GRADACCUM_INLINE void check_dense(const at::Tensor& tensor) {
   TORCH_CHECK(tensor.defined() && tensor.layout() == at::kStrided, "ProcessGroup: a tensor must be defined and dense");
@@ -53,7 +42,7 @@ GRADACCUM_INLINE ProcessGroup ProcessGroup::from_environment(ProcessGroupOptions
 GRADACCUM_INLINE ProcessGroup::ProcessGroup(const detail::LaunchEnvironment& environment, ProcessGroupOptions options)
     : rank_(environment.rank), world_size_(environment.world_size), local_rank_(environment.local_rank) {
   if (world_size_ == 1) return;
-  const auto blocked = detail::block_sigpipe();
+  const detail::NoWriteSignals no_signals;  // for sockets that other ranks have closed, in Gloo's threads, too
   const auto store_name = c10::str(environment.launcher_has_store ? "the launcher" : "rank 0", " (its store at ",
                                    environment.address, ":", environment.port, ")");
   auto store = detail::open_store(environment, store_name, options.timeout);
@@ -74,7 +63,7 @@ GRADACCUM_INLINE ProcessGroup::ProcessGroup(const c10::intrusive_ptr<c10d::Store
               detail::most_ranks, ", got ", world_size);
   TORCH_CHECK(0 <= rank && rank < world_size, "ProcessGroup: rank must be in [0, ", world_size, "), got ", rank);
   if (world_size == 1) return;
-  const auto blocked = detail::block_sigpipe();
+  const detail::NoWriteSignals no_signals;  // for sockets that other ranks have closed, in Gloo's threads, too
   connections_ =
       std::make_shared<detail::Connections>(store, "127.0.0.1", "its place", rank, world_size, options.timeout);
 }

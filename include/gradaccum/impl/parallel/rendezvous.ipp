@@ -5,6 +5,7 @@
 #include <gradaccum/detail/parallel/rendezvous.hpp>
 
 #include <gradaccum/detail/parallel/connections.hpp>
+#include <gradaccum/detail/platform/sockets.hpp>
 #include <gradaccum/detail/types/types.hpp>
 
 #include <c10/util/Exception.h>
@@ -12,9 +13,6 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include <netdb.h>
-#include <sys/socket.h>
-#include <unistd.h>
 #include <charconv>
 #include <exception>
 #include <future>
@@ -107,21 +105,6 @@ GRADACCUM_INLINE LaunchEnvironment launch_environment(const EnvironmentLookup& l
   return environment;
 }
 
-/// Returns a socket for a store on a loopback address; -1 if there is none, as when a store of this process has the
-/// port. LibTorch's own socket is open to other machines. It also gives clients of IPv4 an address of IPv6, which is
-/// not in /etc/hosts: then the store's only thread asks DNS for the name of each that connects, which may take seconds.
-GRADACCUM_INLINE int loopback_socket(const std::string& host, std::uint16_t port) {
-  addrinfo hints{}, *found = nullptr;
-  hints.ai_socktype = SOCK_STREAM;
-  if (getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) return -1;
-  const auto end = c10::make_scope_exit([found] { freeaddrinfo(found); });
-  const int descriptor = socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0), yes = 1;
-  setsockopt(descriptor, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
-  if (bind(descriptor, found->ai_addr, found->ai_addrlen) == 0) return descriptor;
-  close(descriptor);
-  return -1;
-}
-
 /// Warns, by this thread's handler, if it lives longer than `patience`.
 class LongWait {
  public:
@@ -159,8 +142,10 @@ GRADACCUM_INLINE c10::intrusive_ptr<c10d::Store> open_store(const LaunchEnvironm
                                          ": it has not started or has ended, MASTER_ADDR does not lead to it, or "
                                          "another program has its port; rank ",
                                          environment.rank, " gives up after ", in_seconds(timeout)));
+  // LibTorch's own socket is open to other machines. It also gives clients of IPv4 an address of IPv6, which is not in
+  // /etc/hosts: then the store's only thread asks DNS for the name of each that connects, which may take seconds.
   const bool on_loopback = options.isServer && is_loopback(environment.address);
-  const int own = on_loopback ? loopback_socket(environment.address, environment.port) : -1;
+  const int own = on_loopback ? listening_socket(environment.address, environment.port) : -1;
   if (own >= 0) options.masterListenFd = own;
   return starting_thread("ProcessGroup", [&]() -> c10::intrusive_ptr<c10d::Store> {
     try {

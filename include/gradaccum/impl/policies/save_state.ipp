@@ -4,15 +4,15 @@
 
 #include <gradaccum/policies/save_state.hpp>
 
+#include <gradaccum/detail/platform/platform.hpp>
+#include <gradaccum/detail/platform/stop_signals.hpp>
 #include <gradaccum/detail/training/any_policy.hpp>
 #include <gradaccum/detail/training/loop.hpp>
-#include <gradaccum/detail/training/stop_signals.hpp>
 #include <gradaccum/detail/window/communicator.hpp>
 #include <gradaccum/trainer_base.hpp>
 
 #include <c10/util/Exception.h>
 
-#include <signal.h>
 #include <algorithm>
 #include <chrono>
 
@@ -20,7 +20,7 @@
 
 namespace gradaccum {
 
-GRADACCUM_INLINE std::vector<int> StopOn::usual() { return {SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2}; }
+GRADACCUM_INLINE std::vector<int> StopOn::usual() { return detail::usual_stop_signals(); }
 
 namespace detail {
 
@@ -164,8 +164,8 @@ GRADACCUM_INLINE std::shared_ptr<PolicyRun> SaveState::start(TrainerBase& traine
   TORCH_CHECK(every_updates >= 1, "SaveState: every_updates must be >= 1, got ", every_updates);
   TORCH_CHECK(every_minutes >= 0, "SaveState: every_minutes must be >= 0, got ", every_minutes);
   for (const int signal : on_signals.signals())
-    TORCH_CHECK(signal > 0 && signal < NSIG && signal != SIGKILL && signal != SIGSTOP,
-                "SaveState: on_signals must be signals that a program can catch, got ", signal);
+    TORCH_CHECK(detail::can_be_caught(signal), "SaveState: on_signals must be signals that a program can catch, got ",
+                signal);
   TORCH_CHECK(keep_last >= 0, "SaveState: keep_last must be >= 0, got ", keep_last);
   TORCH_CHECK(keep_best >= 0, "SaveState: keep_best must be >= 0, got ", keep_best);
   trainer.check_optimizer_state();

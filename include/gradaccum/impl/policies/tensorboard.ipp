@@ -14,7 +14,6 @@
 #include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 
-#include <unistd.h>
 #include <unordered_map>
 
 #include <gradaccum/impl/begin.ipp>

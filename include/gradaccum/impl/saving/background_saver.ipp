@@ -5,6 +5,7 @@
 #include <gradaccum/background_saver.hpp>
 
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
+#include <gradaccum/detail/platform/platform.hpp>
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/detail/window/communicator.hpp>
 
@@ -16,9 +17,6 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/ScopeExit.h>
 
-#include <sys/resource.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -164,11 +162,6 @@ GRADACCUM_INLINE std::int64_t StateCopy::bytes() const {
   return sum;
 }
 
-/// Gives the training's threads precedence: Linux has one priority per thread.
-GRADACCUM_INLINE void lower_priority_of_thread() {
-  ::setpriority(PRIO_PROCESS, static_cast<id_t>(::syscall(SYS_gettid)), 10);
-}
-
 }  // namespace gradaccum::detail
 
 namespace gradaccum {
@@ -204,7 +197,7 @@ struct BackgroundSaver::Work {
     }
   }
 
-  ::pid_t process = ::getpid();
+  int process = detail::process_id();
   std::shared_ptr<const detail::Communicator> peers;
   detail::StateWriter writer;
   std::packaged_task<void()> write_part;
@@ -230,11 +223,11 @@ GRADACCUM_INLINE BackgroundSaver::~BackgroundSaver() {
 
 /// Leaks the work in a forked process, because its destructor would wait for a thread that only the parent has.
 GRADACCUM_INLINE void BackgroundSaver::leave_work_to_parent() {
-  if (work_ && work_->process != ::getpid()) new std::shared_ptr<Work>(std::exchange(work_, {}));
+  if (work_ && work_->process != detail::process_id()) new std::shared_ptr<Work>(std::exchange(work_, {}));
 }
 
 GRADACCUM_INLINE bool BackgroundSaver::busy() const {
-  return work_ && work_->process == ::getpid() &&
+  return work_ && work_->process == detail::process_id() &&
          work_->saved.wait_for(std::chrono::seconds(0)) != std::future_status::ready;
 }
 

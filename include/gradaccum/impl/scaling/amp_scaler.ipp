@@ -6,6 +6,7 @@
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 
+#include <gradaccum/detail/platform/platform.hpp>
 #include <gradaccum/detail/window/optimizer_facade.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 
@@ -514,7 +515,7 @@ GRADACCUM_INLINE bool is_bf16_fast([[maybe_unused]] at::Device device) {
       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   return !device.is_cpu() || has_avx512;
 #else
-  return true;
+  return !device.is_cpu() || detail::arm_features().bf16;
 #endif
 }
 

@@ -5,7 +5,7 @@
 #include <gradaccum/detail/training/loop.hpp>
 
 #include <gradaccum/detail/optimizers/param_states.hpp>
-#include <gradaccum/detail/training/stop_signals.hpp>
+#include <gradaccum/detail/platform/stop_signals.hpp>
 #include <gradaccum/detail/window/communicator.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 #include <gradaccum/memory_meter.hpp>
@@ -14,8 +14,8 @@
 
 #include <ATen/core/grad_mode.h>
 
-#include <signal.h>
 #include <algorithm>
+#include <csignal>
 #include <exception>
 #include <limits>
 

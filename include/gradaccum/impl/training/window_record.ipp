@@ -6,8 +6,8 @@
 
 #include <c10/util/Exception.h>
 
-#include <signal.h>
 #include <algorithm>
+#include <csignal>
 
 #include <gradaccum/impl/begin.ipp>
 

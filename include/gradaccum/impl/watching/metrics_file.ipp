@@ -11,7 +11,6 @@
 
 #include <fmt/format.h>
 
-#include <unistd.h>
 #include <algorithm>
 #include <array>
 #include <cerrno>
@@ -56,7 +55,7 @@ struct MetricsFile::File {
   void open(bool append) {
     if (!is_csv && path.extension() != ".jsonl") fail("the name must end in .csv or .jsonl");
     detail::make_directory(path.parent_path());
-    file = std::fopen(path.c_str(), append ? "a+b" : "w+b");
+    file = detail::open_stream(path, append ? "a+b" : "w+b");
     if (!file) fail(std::strerror(errno));
     std::setvbuf(file, nullptr, _IONBF, 0);  // unbuffered: stdio would retry a failed write, and repeat a part
     if (append) look_at_what_is_there();
@@ -96,7 +95,7 @@ struct MetricsFile::File {
   void flush() {
     flushed = Clock::now();
     if (waiting.empty()) return;
-    const detail::NoFileSizeSignal no_signal;
+    const detail::NoWriteSignals no_signals;
     const auto whole = std::string(is_torn ? "\n" : "") + std::exchange(waiting, {});
     const auto written = std::fwrite(whole.data(), 1, whole.size(), file);
     if (written > 0) is_torn = whole[written - 1] != '\n';
@@ -172,7 +171,7 @@ GRADACCUM_INLINE void MetricsFile::remove_lines_at_end(std::string_view name, do
     kept = begin;
   }
   if (kept == text.size()) return;
-  if (::ftruncate(::fileno(file_->file), static_cast<off_t>(kept)) != 0) file_->fail(std::strerror(errno));
+  if (!detail::cut(file_->file, kept)) file_->fail(std::strerror(errno));
   std::fseek(file_->file, 0, SEEK_END);
   file_->is_torn = false;
 }

@@ -162,7 +162,11 @@ GRADACCUM_INLINE std::vector<ProfiledOperation> operations_of(const std::vector<
 
 GRADACCUM_INLINE std::unique_ptr<at::RecordFunction> trace_mark(const std::string& name) {
   auto mark = std::make_unique<at::RecordFunction>(at::RecordScope::USER_SCOPE);
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 9
   if (mark->isActive()) mark->before(std::string_view(name));
+#else
+  if (mark->isActive()) mark->before(name);
+#endif
   return mark;
 }
 

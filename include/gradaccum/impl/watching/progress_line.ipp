@@ -4,10 +4,10 @@
 
 #include <gradaccum/progress_line.hpp>
 
+#include <gradaccum/detail/platform/platform.hpp>
+
 #include <fmt/format.h>
 
-#include <sys/ioctl.h>
-#include <unistd.h>
 #include <algorithm>
 #include <utility>
 
@@ -34,7 +34,7 @@ GRADACCUM_INLINE std::string detail::number_text(const char* format, double numb
 }
 
 GRADACCUM_INLINE ProgressLine::ProgressLine(ProgressLineOptions options)
-    : options_(std::move(options)), on_terminal_(options_.to && isatty(fileno(options_.to)) == 1) {}
+    : options_(std::move(options)), on_terminal_(options_.to && detail::is_terminal(options_.to)) {}
 
 GRADACCUM_INLINE bool ProgressLine::is_due() {
   if (silent()) return false;
@@ -82,9 +82,8 @@ GRADACCUM_INLINE void ProgressLine::show(std::string line) {
   if (!on_terminal_) {
     std::fprintf(options_.to, "%s\n", line.c_str());
   } else {
-    winsize terminal{};
-    if (ioctl(fileno(options_.to), TIOCGWINSZ, &terminal) == 0 && terminal.ws_col > 0)
-      line.resize(std::min<std::size_t>(line.size(), terminal.ws_col - 1));  // a wrapped line could not be rewritten
+    if (const auto columns = detail::terminal_columns(options_.to); columns > 0)
+      line.resize(std::min(line.size(), columns - 1));  // a wrapped line could not be rewritten
     // pads the line, to cover a longer previous one
     std::fprintf(options_.to, "\r%-*s", static_cast<int>(width_), line.c_str());
     width_ = line.size();

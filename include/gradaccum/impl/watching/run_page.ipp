@@ -15,7 +15,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <cmath>
 #include <ctime>
 #include <deque>
@@ -197,7 +196,7 @@ GRADACCUM_INLINE void write_page(const std::filesystem::path& path, const nlohma
   make_and_rename(part, content.empty() ? part : path, [&] {
     const auto text = page_text(content);
     std::ofstream file(part, std::ios::binary);
-    if (!file.write(text.data(), std::ssize(text)).flush()) file_error(path, "must be written", errno);
+    if (!file.write(text.data(), std::ssize(text)).flush()) file_error(path, "must be written", last_error());
   });
   if (content.empty()) std::filesystem::remove(part);
 }
@@ -216,7 +215,8 @@ GRADACCUM_INLINE RunPage::RunPage(RunPageOptions options)
     : options_(std::move(options)), content_(std::make_unique<Content>()) {
   TORCH_CHECK(!options_.path.empty(), "RunPage: path must be given");
   TORCH_CHECK(options_.every.count() >= 0, "RunPage: every must be >= 0 s, got ", options_.every.count(), " s");
-  if (std::filesystem::is_directory(options_.path)) detail::file_error(options_.path, "must be a file", EISDIR);
+  if (std::filesystem::is_directory(options_.path))
+    detail::file_error(options_.path, "must be a file", std::make_error_code(std::errc::is_a_directory));
   detail::write_page(options_.path, {});
 }
 

@@ -16,12 +16,9 @@
 
 #include <fmt/format.h>
 
-#include <fcntl.h>
-#include <unistd.h>
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <cerrno>
 #include <charconv>
 
 #include <gradaccum/impl/begin.ipp>
@@ -172,9 +169,8 @@ GRADACCUM_INLINE std::int64_t time_of_next_event_file(const std::filesystem::pat
 }
 
 GRADACCUM_INLINE std::string host_name() {
-  std::array<char, 256> name{};
-  if (::gethostname(name.data(), name.size() - 1) != 0 || name[0] == 0) return "localhost";
-  std::string host(name.data());
+  auto host = machine_name();
+  if (host.empty()) return "localhost";
   for (char& letter : host)
     if (plain_characters.find(letter) == plain_characters.npos) letter = '_';
   return host;
@@ -209,12 +205,12 @@ class EventFile {
       : flush_every_(flush_every) {
     make_directory(directory);
     const auto time = time_of_next_event_file(directory);
-    for (int number = 0; !descriptor_ || descriptor_->number() < 0; ++number) {
-      if (descriptor_ && errno != EEXIST)  // EEXIST: another thread's file
-        file_error(path_, "must be a new file that can be created", errno);
+    for (int number = 0; !descriptor_ || !*descriptor_; ++number) {
+      if (descriptor_ && last_error() != std::errc::file_exists)  // that is another thread's file
+        file_error(path_, "must be a new file that can be created", last_error());
       path_ = directory / fmt::format("{}{:0{}}.{}.{}.{}", event_file_prefix, time, event_time_digits, host_name(),
-                                      ::getpid(), number);
-      descriptor_.emplace(path_, O_WRONLY | O_CREAT | O_EXCL | O_APPEND, 0666);
+                                      process_id(), number);
+      descriptor_.emplace(path_, Descriptor::Open::new_file);
     }
   }
   EventFile& operator=(EventFile&&) = delete;
@@ -229,12 +225,12 @@ class EventFile {
 
   void flush() {
     flushed_ = Clock::now();
-    if (!cut_off_what_is_torn()) file_error(path_, "must be cut off after its last whole record", errno);
+    if (!cut_off_what_is_torn()) file_error(path_, "must be cut off after its last whole record", last_error());
     std::size_t written = 0;
     const auto keep = c10::make_scope_exit([&] { keep_whole_records(written); });
     while (written < waiting_.size()) {
       const auto now = descriptor_->write(waiting_.data() + written, waiting_.size() - written);
-      if (now == 0) file_error(path_, "must be written to", errno);
+      if (now == 0) file_error(path_, "must be written to", last_error());
       written += now;
     }
   }
@@ -255,7 +251,7 @@ class EventFile {
 
   /// Returns true if no torn record is left.
   bool cut_off_what_is_torn() {
-    is_torn_ = is_torn_ && ::ftruncate(descriptor_->number(), static_cast<off_t>(whole_)) != 0;
+    is_torn_ = is_torn_ && !descriptor_->cut(whole_);
     return !is_torn_;
   }
 

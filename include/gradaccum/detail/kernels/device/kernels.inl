@@ -5,13 +5,16 @@
 // vectors; here a vector is one number, and a loop over arrays is divided among the threads. The including file defines
 // `this_thread()`.
 
+using FloatPart = float;
+using IntPart = std::int32_t;
+using DoublePart = double;
+inline constexpr int float_parts = 1, double_parts = 1;
 /// Rounds once, like the fused instructions of processors.
-inline constexpr int lanes_of_vectors = 1;
 template <class Number>
 GRADACCUM_ON_DEVICE Number product_plus(Number a, Number b, Number c) {
   return std::fma(a, b, c);
 }
-#include <gradaccum/detail/kernels/simd/portable.inl>
+#include <gradaccum/detail/kernels/simd/lanes.inl>
 
 /// The vectors that numbers of this type are computed in.
 template <class T>

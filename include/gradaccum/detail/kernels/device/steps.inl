@@ -310,7 +310,7 @@ class Adam8bitBlock {
         v = Floats::load(shared.v_codes.numbers + v_codes[i].numbers[k]) * v_scale;
         const auto p = Floats::load(parameters[i].element(k));
         vectors.advance(m, v, vectors.decayed(p, Floats::load(gradients[i].element(k)) * vectors.multiplier));
-        const auto m_bits = magnitude_bits(m.numbers[0]), v_bits = bits_of(v.numbers[0]);
+        const auto m_bits = magnitude_bits(m.parts[0]), v_bits = bits_of(v.parts[0]);
         most_m = std::max(most_m, m_bits);
         most_v = std::max(most_v, v_bits);
         least_m = std::min(least_m, m_bits - 1);
@@ -321,15 +321,15 @@ class Adam8bitBlock {
         least_m >= shared.least_m && most_m <= shared.most_m && least_v_bits >= least_v && most_v < shared.end_v;
     if (ordinary)
       move(parameters, [&](float p, int i, int k) {
-        const float root = root_of_ordinary(v_[i][k].numbers[0]);
+        const float root = root_of_ordinary(v_[i][k].parts[0]);
         const auto bound = multiply_add(Floats::all(root), vectors.correction, vectors.eps);
         const auto numerator = vectors.minus_step_size * m_[i][k];
-        const float quotient = quotient_of_ordinary(numerator.numbers[0], bound.numbers[0]);
+        const float quotient = quotient_of_ordinary(numerator.parts[0], bound.parts[0]);
         return multiply_add(Floats::all(p), vectors.kept, Floats::all(quotient));
       });
     else
       move(parameters, [&](float p, int i, int k) {
-        most_v = std::max(most_v & 0x7FFFFFFF, magnitude_bits(v_[i][k].numbers[0]));
+        most_v = std::max(most_v & 0x7FFFFFFF, magnitude_bits(v_[i][k].parts[0]));
         return vectors.stepped(Floats::all(p), m_[i][k], v_[i][k]);
       });
     shared.largest_m[this_thread()] = most_m;
@@ -365,7 +365,7 @@ class Adam8bitBlock {
       AlignedPack<std::uint8_t> pack{zero, zero, zero, zero};
       if (finite) {
         GRADACCUM_UNROLL
-        for (int k = 0; k < pack_size; ++k) pack.numbers[k] = map.encode((numbers[i][k] * by).numbers[0]);
+        for (int k = 0; k < pack_size; ++k) pack.numbers[k] = map.encode((numbers[i][k] * by).parts[0]);
       }
       store_pack<whole>(codes, first_ + place_of(i), count_ - place_of(i), pack);
     }

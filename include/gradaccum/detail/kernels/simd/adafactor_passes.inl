@@ -64,8 +64,8 @@ void adafactor_factors(const AdafactorOperand& o, std::int64_t matrix) {
 
 /// Returns the sum of the squares of an update. Excludes the padding of the last vector, which may be 0 * infinity.
 template <class Vector, bool factored, class G, class S>
-double adafactor_squares(const AdafactorUpdate<Vector, factored>& update, const G* gradient, const S* of,
-                         std::int64_t count) {
+[[gnu::flatten]] double adafactor_squares(const AdafactorUpdate<Vector, factored>& update, const G* gradient,
+                                          const S* of, std::int64_t count) {
   constexpr int width = Vector::width;
   auto sum = Vector::all(0);
   std::int64_t i = 0;

@@ -4,7 +4,8 @@
 
 /// Encodes a block of numbers. Returns `largest`, which is the block's scale.
 template <bool is_signed>
-float encode_block(const DynamicCodes<is_signed>& map, const float* numbers, float largest, std::uint8_t* codes) {
+[[gnu::flatten]] float encode_block(const DynamicCodes<is_signed>& map, const float* numbers, float largest,
+                                    std::uint8_t* codes) {
   const auto by = scale_to_codes(largest);
   for (int i = 0; i < eight_bit_block; i += Floats::width) map.encode(Floats::load(numbers + i) * by, codes + i);
   return largest;
@@ -21,8 +22,8 @@ class BlockStep {
       : vectors_(numbers), signed_codes_(signed_map()), unsigned_codes_(second_moment_map()) {}
 
   template <class P, class G>
-  void operator()(P* parameter, const G* gradient, std::uint8_t* exp_avg, std::uint8_t* exp_avg_sq,
-                  float* exp_avg_scale, float* exp_avg_sq_scale) const {
+  [[gnu::flatten]] void operator()(P* parameter, const G* gradient, std::uint8_t* exp_avg, std::uint8_t* exp_avg_sq,
+                                   float* exp_avg_scale, float* exp_avg_sq_scale) const {
     alignas(64) float ms[eight_bit_block], vs[eight_bit_block];
     Largest largest_m, largest_v;
     const auto m_scale = Floats::all(*exp_avg_scale), v_scale = Floats::all(*exp_avg_sq_scale);

@@ -29,5 +29,5 @@ class StopSignals {
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/training/stop_signals.ipp>
+#include <gradaccum/impl/platform/stop_signals.ipp>
 #endif
