@@ -242,12 +242,6 @@ class KeepingAllocator final : public c10::Allocator {
     c10::profiledCPUMemoryReporter().New(block, bytes);
     return {block, block, release, c10::Device(c10::kCPU)};
   }
-  /// Tries it with the smallest block.
-  bool is_possible() {
-    void* const block = pages_.allocate(1);
-    if (block) pages_.free(block);
-    return block != nullptr;
-  }
   c10::DeleterFnPtr raw_deleter() const override { return release; }
   void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
 
@@ -310,7 +304,9 @@ GRADACCUM_INLINE std::ostream& operator<<(std::ostream& out, const MemoryPlan& p
 /// Keeps large blocks unless another allocator is installed. Settings of malloc keep all other blocks.
 GRADACCUM_INLINE bool keep_freed_memory() {
   auto& keeping = detail::KeepingAllocator::instance();
-  if (c10::GetCPUAllocator() == c10::GetDefaultCPUAllocator() && keeping.is_possible()) c10::SetCPUAllocator(&keeping);
+  void* const page = detail::map_memory(1);  // null where the system has no such memory
+  if (page) detail::unmap({static_cast<std::byte*>(page), 1});
+  if (page && c10::GetCPUAllocator() == c10::GetDefaultCPUAllocator()) c10::SetCPUAllocator(&keeping);
   const bool keeps_malloc = detail::keep_memory_of_malloc();
   return c10::GetCPUAllocator() == &keeping || keeps_malloc;
 }
