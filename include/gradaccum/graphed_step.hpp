@@ -62,8 +62,8 @@ std::shared_ptr<RecordedSteps<GraphedStepReport>> capture_steps(torch::nn::Modul
 /// by more than rounding, for `item()` and other synchronization, for copies from the CPU, and for other tensors with
 /// gradients than the model's. Without a graph the objective runs itself; `report()` counts the reasons.
 ///
-/// @note Needs LibTorch 2.15, or CUDA's headers with an older one, where an error in a capture makes the device's
-/// random numbers unusable. All graphs share one memory pool, as large as the largest needs (`bytes` of the report,
+/// @note Needs CUDA's headers when the program is compiled. An error in a capture may make the device's random numbers
+/// unusable. All graphs share one memory pool, as large as the largest needs (`bytes` of the report,
 /// with their batches); during a capture and its check the objective needs memory in addition. Falls back to the
 /// objective for models or batches on the CPU or another device, while the previous loss has had no backward pass, and
 /// for layouts beyond `.graphs`, of which the most used have graphs. Single tensors of a batch may be on the CPU, such

@@ -24,7 +24,7 @@ using GraphPool = std::pair<unsigned long long, unsigned long long>;
 #if __has_include(<ATen/core/GraphImplInterface.h>)
 using at::GraphImplInterface;
 #else
-/// A graph of a device: the functions of at::GraphImplInterface, which LibTorch has from 2.15 on, that are used here.
+/// A graph of a device: the functions of at::GraphImplInterface, which LibTorch has from 2.12 on, that are used here.
 struct GraphImplInterface {
   virtual ~GraphImplInterface() = default;
   virtual void capture_begin(GraphPool pool) = 0;

@@ -23,8 +23,7 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
-#if !__has_include(<ATen/core/GraphImplInterface.h>) && defined(GRADACCUM_LINKS_CUDA) && \
-    __has_include(<cuda_runtime_api.h>)
+#if defined(GRADACCUM_LINKS_CUDA) && __has_include(<cuda_runtime_api.h>)
 #define GRADACCUM_HAS_CUDA_GRAPHS
 #include <ATen/cuda/CUDAGraph.h>
 #endif
@@ -40,26 +39,41 @@
 
 namespace gradaccum::detail {
 
+#ifdef GRADACCUM_HAS_CUDA_GRAPHS
+/// LibTorch's wheels up to 2.15 register no graphs for CUDA.
+struct CudaGraph final : GraphImplInterface {
+  void capture_end() override { graph.capture_end(); }
+  void replay() override { graph.replay(); }
+  GraphPool pool() const override { return graph.pool(); }
+#if __has_include(<ATen/core/GraphImplInterface.h>)
+  void capture_begin(GraphPool pool, at::GraphCaptureMode /*mode*/) override {
+    graph.capture_begin(pool, cudaStreamCaptureModeThreadLocal);
+  }
+  void instantiate() override { graph.instantiate(); }
+  void reset() override { graph.reset(); }
+  void enable_debug_mode() override { graph.enable_debug_mode(); }
+  void debug_dump(const std::string& /*path*/) override {}
+#else
+  void capture_begin(GraphPool pool) override { graph.capture_begin(pool, cudaStreamCaptureModeThreadLocal); }
+#endif
+
+  mutable at::cuda::CUDAGraph graph;
+};
+#endif
+
 #if __has_include(<ATen/core/GraphImplInterface.h>)
 GRADACCUM_INLINE std::unique_ptr<GraphImplInterface> new_device_graph(c10::DeviceType device) {
-  return at::has_graph_impl(device) ? at::create_graph_impl(device) : nullptr;
+  if (at::has_graph_impl(device)) return at::create_graph_impl(device);
+#ifdef GRADACCUM_HAS_CUDA_GRAPHS
+  if (device == c10::kCUDA) return std::make_unique<CudaGraph>();
+#endif
+  return nullptr;
 }
 
 GRADACCUM_INLINE void begin_capture(GraphImplInterface& graph, GraphPool pool) {
   graph.capture_begin(pool, at::GraphCaptureMode::ThreadLocal);  // a thread that prefetches may allocate
 }
 #else
-#ifdef GRADACCUM_HAS_CUDA_GRAPHS
-struct CudaGraph final : GraphImplInterface {
-  void capture_begin(GraphPool pool) override { graph.capture_begin(pool, cudaStreamCaptureModeThreadLocal); }
-  void capture_end() override { graph.capture_end(); }
-  void replay() override { graph.replay(); }
-  GraphPool pool() const override { return graph.pool(); }
-
-  mutable at::cuda::CUDAGraph graph;
-};
-#endif
-
 GRADACCUM_INLINE std::function<std::unique_ptr<GraphImplInterface>()>& device_graph_maker() {
   static std::function<std::unique_ptr<GraphImplInterface>()> make
 #ifdef GRADACCUM_HAS_CUDA_GRAPHS
@@ -77,10 +91,12 @@ GRADACCUM_INLINE void begin_capture(GraphImplInterface& graph, GraphPool pool) {
 #endif
 
 GRADACCUM_INLINE bool has_graphs(c10::Device device) {
-#if __has_include(<ATen/core/GraphImplInterface.h>)
-  return at::has_graph_impl(device.type());
-#else
+#if !__has_include(<ATen/core/GraphImplInterface.h>)
   return device.is_cuda() && device_graph_maker();
+#elif defined(GRADACCUM_HAS_CUDA_GRAPHS)
+  return device.is_cuda() || at::has_graph_impl(device.type());
+#else
+  return at::has_graph_impl(device.type());
 #endif
 }
 
