@@ -376,6 +376,8 @@ TEST_CASE("is_bf16_fast: true for processors with AVX-512 or Arm's BF16, and for
   const bool is_x86 = processor.count("avx512_bw") > 0;
   CHECK(ga::is_bf16_fast(at::kCPU) ==
         (is_x86 ? has("avx512_bw") && has("avx512_vl") && has("avx512_dq") : has("bf16")));
+#elif defined(__x86_64__)
+  CHECK(ga::is_bf16_fast(at::kCPU) == at::cpu::is_avx512_supported());
 #endif
 }
 

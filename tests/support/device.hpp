@@ -34,7 +34,7 @@ inline bool forgets_failed_captures() {
 #endif
 }
 
-/// Older versions of LibTorch do not tell how much memory of a device is free.
+/// LibTorch reports the free memory of a device from 2.10 on.
 inline constexpr bool device_memory_is_known = TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 10;
 
 /// Counts the host's waits for devices since its construction.

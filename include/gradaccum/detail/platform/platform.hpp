@@ -14,8 +14,8 @@
 #include <system_error>
 #include <vector>
 
-/// What the library needs of the operating system beyond standard C++. Only impl/platform/ includes the system's
-/// headers: posix.ipp, which is tested on Linux, and windows.ipp, which is compiled but was never run.
+/// The library calls the operating system only by these functions. Only impl/platform/ includes the system's headers:
+/// posix.ipp, which is tested on Linux, and windows.ipp, which is compiled but was never run.
 
 namespace gradaccum::detail {
 
@@ -115,7 +115,7 @@ void lower_priority_of_thread();
 /// Returns the name of this machine; "" if it has none.
 std::string machine_name();
 
-/// What some processors of Arm lack; all false on other processors.
+/// The instructions that only some processors of Arm have; all false on other processors.
 struct ArmFeatures {
   bool crc32 = false;  ///< instructions for CRC-32
   bool bf16 = false;   ///< products of matrices in bfloat16

@@ -16,13 +16,13 @@
 
 namespace gradaccum::detail {
 
-/// What POSIX gives a handler in addition to the signal.
+/// The arguments that POSIX passes to a handler in addition to the signal.
 struct SignalContext {
   void* information = nullptr;
   void* machine = nullptr;
 };
 
-/// What a signal did before, to be called and restored.
+/// The handler that a signal had before, to be called and restored.
 class EarlierHandler {
  public:
   /// Replaces the handler, unless the signal is ignored.

@@ -4,9 +4,6 @@
 // Included only by kernels.ipp.
 
 #include <gradaccum/detail/kernels/simd/registers.inl>
-using FloatPart = Float4;
-using IntPart = Int4;
-using DoublePart = Double2;
 inline constexpr int float_parts = 2, double_parts = 2;
 
 inline Float4 product_plus(const Float4& a, const Float4& b, const Float4& c) {

@@ -5,9 +5,6 @@
 
 #if (defined(__GNUC__) || defined(__clang__)) && !defined(GRADACCUM_NO_VECTOR_EXTENSIONS)
 #include <gradaccum/detail/kernels/simd/registers.inl>
-using FloatPart = Float4;
-using IntPart = Int4;
-using DoublePart = Double2;
 inline constexpr int float_parts = 1, double_parts = 2;
 #else
 using FloatPart = float;
