@@ -105,6 +105,16 @@ def tiny_step(arguments, common):
     report(title, "us", 1e6, in_turn(commands, arguments.repeats), arguments.json)
 
 
+def muon(arguments, common):
+    commands = [lambda repeat: [f"{arguments.programs}/benchmark_muon", *common]]
+    python = lambda repeat: [arguments.python, scripts / "muon.py", *common]
+    commands.append(python)
+    if is_amd():
+        commands.append(AtFullRate(python, f"{arguments.programs}/libmkl_on_amd.so"))
+    title = "An update of 4 transformer blocks of width 256, 8 x 64 tokens, Muon and AdamW; a process each"
+    report(title, "ms", 1e3, in_turn(commands, arguments.repeats), arguments.json)
+
+
 def is_bf16_fast():
     """Returns whether bfloat16 is fast: on x86 LibTorch needs AVX-512 for it, as in gradaccum::is_bf16_fast."""
     flags = pathlib.Path("/proc/cpuinfo").read_text()
@@ -186,6 +196,7 @@ def main():
     if arguments.python:
         tokenizer(arguments)
         tiny_step(arguments, common)
+        muon(arguments, common)
     data_parallel(arguments, "sgd", 2)
     for processes in (2, 4):
         data_parallel(arguments, "adamw", processes)

@@ -22,7 +22,7 @@ function(gradaccum_add_compiled include)
     "/impl/(kernels|optimizers)/"
     "/impl/(checkpoint|data|fitting|io|memory|state)/"
     "/impl/compilation/"
-    "/impl/(trainer|verification|watching)/"
+    "/impl/(training|policies|saving|verification|watching)/"
     ".") # the remaining modules
   set(sources "")
   set(number 0)

@@ -102,7 +102,7 @@ function(gradaccum_try_nvcc nvcc options result)
   endif()
   set(source "${CMAKE_CURRENT_BINARY_DIR}/gradaccum_compiled/includes.cu")
   file(WRITE "${source}" "#include <gradaccum/detail/kernels/device/launch.hpp>
-#include <gradaccum/detail/kernels/numbers.hpp>
+#include <gradaccum/detail/kernels/steps.hpp>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Exception.h>
 #include <c10/util/Half.h>

@@ -33,6 +33,9 @@
 #include <gradaccum/optim/adam8bit.hpp>
 #include <gradaccum/optim/adamw.hpp>
 #include <gradaccum/optim/adamw8bit.hpp>
+#include <gradaccum/optim/lion.hpp>
+#include <gradaccum/optim/muon.hpp>
+#include <gradaccum/optim/optimizer.hpp>
 #include <gradaccum/optim/sgd.hpp>
 #include <gradaccum/policies.hpp>
 #include <gradaccum/policies/accumulate.hpp>

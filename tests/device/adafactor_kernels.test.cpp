@@ -2,7 +2,7 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/detail/kernels/device/launch.hpp>
-#include <gradaccum/detail/optimizers/cpu_steps.hpp>
+#include <gradaccum/detail/optimizers/steps.hpp>
 #include <gradaccum/gradients.hpp>
 #include <gradaccum/optim/adafactor.hpp>
 

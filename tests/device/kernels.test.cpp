@@ -2,8 +2,8 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
-#include <gradaccum/detail/optimizers/cpu_steps.hpp>
 #include <gradaccum/detail/optimizers/eight_bit_moments.hpp>
+#include <gradaccum/detail/optimizers/steps.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 #include <gradaccum/gradaccum.hpp>
 
@@ -12,6 +12,7 @@
 #include "support/kernel_types.hpp"
 #include "support/kernels_on_device.hpp"
 #include "support/models.hpp"
+#include "support/run_kernel.hpp"
 #include "support/take_on_device.hpp"
 
 #include <array>
@@ -51,6 +52,8 @@ bool agree(const at::Tensor& kernel, const at::Tensor& processor) {
   return has_fused_multiply_add() ? same_bits(kernel, processor) : close_to_rounding(kernel, processor);
 }
 
+constexpr std::uint64_t key = 0x123456789abcdef;  // for stochastic rounding
+
 /// The tensors of one step: parameter, gradient and state.
 using Arrays = std::vector<at::Tensor>;
 
@@ -63,10 +66,9 @@ class KernelArrays {
     for (std::size_t i = 0; i < arrays.size(); ++i)
       copies_.push_back(arrays[i].defined() ? std::make_unique<KernelMemory>(arrays[i], moved == 1 + i % 2) : nullptr);
   }
-  std::array<void*, 6> pointers() const {
-    std::array<void*, 6> all{};
-    for (std::size_t i = 0; i < copies_.size(); ++i) all[i] = copies_[i] ? copies_[i]->data() : nullptr;
-    return all;
+  inner::SteppedElements stepped(std::int64_t count) const {
+    const auto data = [this](std::size_t i) { return i < copies_.size() && copies_[i] ? copies_[i]->data() : nullptr; };
+    return {data(0), data(1), {data(2), data(3), data(4), data(5)}, 0, count, key};
   }
   at::Tensor result(std::size_t i) const { return copies_[i]->result(); }
 
@@ -82,49 +84,31 @@ Arrays clones(const Arrays& arrays) {
 
 void* data(const at::Tensor& tensor) { return tensor.defined() ? tensor.mutable_data_ptr() : nullptr; }
 
-constexpr std::uint64_t key = 0x123456789abcdef;
-
-void take_on_processor(const inner::SgdSettings& by, double multiplier, const KernelTypes& types, const Arrays& of) {
-  const inner::SgdOperand operand{inner::numbers_of(by, multiplier), data(of[0]), data(of[1]), data(of[2]), key};
-  inner::kernel_of<&inner::Kernels::sgd>()(types.parameter, types.gradient, types.rounded)(operand, 0, of[0].numel());
-}
-void take_on_processor(const inner::AdamSettings& by, double multiplier, const KernelTypes& types, const Arrays& of) {
-  const inner::AdamOperand operand{
-      inner::numbers_of(by, multiplier), data(of[0]), data(of[1]), data(of[2]), data(of[3]), data(of[4]), key};
-  inner::kernel_of<&inner::Kernels::adam>()(types.parameter, types.gradient, types.rounded)(operand, 0, of[0].numel());
+std::array<void*, inner::most_states> states_of(const Arrays& arrays) {
+  std::array<void*, inner::most_states> all{};
+  for (std::size_t i = 2; i < arrays.size(); ++i) all[i - 2] = data(arrays[i]);
+  return all;
 }
 
-void take_on_processor(const inner::Adam8bitSettings& by, double multiplier, const KernelTypes& types,
-                       const Arrays& of) {
-  const inner::Adam8bitOperand operand{inner::numbers_of(by, multiplier),
-                                       data(of[0]),
-                                       data(of[1]),
-                                       static_cast<std::uint8_t*>(data(of[2])),
-                                       static_cast<std::uint8_t*>(data(of[3])),
-                                       static_cast<float*>(data(of[4])),
-                                       static_cast<float*>(data(of[5])),
-                                       key};
-  inner::kernel_of<&inner::Kernels::adam8bit>()(types.parameter, types.gradient, types.rounded)(operand, 0,
-                                                                                                of[0].numel());
+void step_on_processor(const inner::AnyStep& step, double multiplier, const KernelTypes& types, const Arrays& of) {
+  run_kernel(inner::instruction_set(), step, types.of_kernel(),
+             {.multiplier = multiplier,
+              .parameter = data(of[0]),
+              .gradient = data(of[1]),
+              .state = states_of(of),
+              .rounding_key = key},
+             of[0].numel());
 }
 
-auto kernel_for(const inner::SgdSettings&) { return KernelsOnDevice::kernels().sgd; }
-auto kernel_for(const inner::AdamSettings&) { return KernelsOnDevice::kernels().adam; }
-auto kernel_for(const inner::Adam8bitSettings&) { return KernelsOnDevice::kernels().adam8bit; }
-
-template <class Settings>
-inner::StepLaunch<Settings> launch_of(const Settings& settings, double multiplier) {
-  return {settings, {.numerator = multiplier}};
-}
-
-template <class Settings>
-void check(const Settings& settings, double multiplier, const KernelTypes& types, const Arrays& arrays) {
+template <class Step>
+void check(const Step& step, double multiplier, const KernelTypes& types, const Arrays& arrays) {
   const auto expected = clones(arrays);
   const KernelArrays copies(arrays);
-  take_on_processor(settings, multiplier, types, expected);
-  auto launch = launch_of(settings, multiplier);
-  launch.tensors.add({copies.pointers(), 0, arrays[0].numel(), key});
-  kernel_for(settings)(launch, types.of_kernel(), KernelsOnDevice::stream());
+  step_on_processor(step, multiplier, types, expected);
+  auto launch = inner::launch_of(step, {.numerator = multiplier});
+  launch.tensors.add(copies.stepped(arrays[0].numel()));
+  const auto place = inner::place_in_list<Step>;
+  KernelsOnDevice::kernels().steps[place](launch, types.of_kernel(), KernelsOnDevice::stream());
   for (std::size_t i = 0; i < arrays.size(); ++i) {
     INFO("array " << i << " of " << types.parameter << ", " << types.gradient << ", rounded " << types.rounded
                   << ", elements " << arrays[0].numel());
@@ -132,47 +116,62 @@ void check(const Settings& settings, double multiplier, const KernelTypes& types
   }
 }
 
-const std::vector<inner::SgdSettings> sgd_settings{{0.1, 0, 0, 0, false, false},
-                                                   {0.1, 0, 0, 0.01, false, false},
-                                                   {0.1, 0.9, 0, 0, false, true},
-                                                   {0.1, 0.9, 0.3, 0.01, false, false},
-                                                   {0.1, 0.9, 0, 0.01, true, false}};
-const std::vector<inner::AdamSettings> adam_settings{{1e-2, 0.9, 0.999, 1e-8, 0, false, true, 1},
-                                                     {1e-2, 0.9, 0.99, 1e-6, 0.1, false, true, 7},
-                                                     {1e-2, 0.8, 0.99, 1e-6, 0.1, true, true, 3},
-                                                     {1e-2, 0.9, 0.999, 1e-8, 0.1, false, false, 2},
-                                                     {0.5, 0.0, 0.0, 1e-3, 0.1, true, false, 2}};
+const std::vector<inner::SgdStep> sgd_settings{{0.1, 0, 0, 0, false, false},
+                                               {0.1, 0, 0, 0.01, false, false},
+                                               {0.1, 0.9, 0, 0, false, true},
+                                               {0.1, 0.9, 0.3, 0.01, false, false},
+                                               {0.1, 0.9, 0, 0.01, true, false}};
+const std::vector<inner::AdamStep> adam_settings{{1e-2, 0.9, 0.999, 1e-8, 0, false, true, 1},
+                                                 {1e-2, 0.9, 0.99, 1e-6, 0.1, false, true, 7},
+                                                 {1e-2, 0.8, 0.99, 1e-6, 0.1, true, true, 3},
+                                                 {1e-2, 0.9, 0.999, 1e-8, 0.1, false, false, 2},
+                                                 {0.5, 0.0, 0.0, 1e-3, 0.1, true, false, 2}};
 
-Arrays arrays_of(const inner::SgdSettings& by, const KernelTypes& types, const at::Tensor& gradient) {
+Arrays arrays_of(const inner::SgdStep& by, const KernelTypes& types, const at::Tensor& gradient) {
   const auto n = gradient.numel();
   return {torch::randn({n}).to(types.parameter), gradient.to(types.gradient),
           by.momentum != 0 ? torch::randn({n}, types.state()) : at::Tensor()};
 }
-Arrays arrays_of(const inner::AdamSettings& by, const KernelTypes& types, const at::Tensor& gradient) {
+Arrays arrays_of(const inner::AdamStep& by, const KernelTypes& types, const at::Tensor& gradient) {
   const auto n = gradient.numel();
   return {torch::randn({n}).to(types.parameter), gradient.to(types.gradient), torch::randn({n}, types.state()) * 0.1,
           torch::rand({n}, types.state()) + 0.01, by.amsgrad ? torch::rand({n}, types.state()) + 0.01 : at::Tensor()};
 }
 
-const std::vector<inner::Adam8bitSettings> adam8bit_settings = [] {
-  std::vector<inner::Adam8bitSettings> all;
+const std::vector<inner::Adam8bitStep> adam8bit_settings = [] {
+  std::vector<inner::Adam8bitStep> all;
   for (auto& settings : adam_settings)
-    if (!settings.amsgrad) all.push_back({settings, {inner::signed_map(), inner::second_moment_map()}});
+    if (!settings.amsgrad) all.push_back({settings});
   return all;
 }();
-Arrays arrays_of(const inner::Adam8bitSettings&, const KernelTypes& types, const at::Tensor& gradient) {
+Arrays arrays_of(const inner::Adam8bitStep&, const KernelTypes& types, const at::Tensor& gradient) {
   const auto n = gradient.numel();
   const auto m = inner::encoded(torch::randn({n}) * 0.1, true), v = inner::encoded(torch::rand({n}) + 0.01, false);
   return {torch::randn({n}).to(types.parameter), gradient.to(types.gradient), m.codes, v.codes, m.scales, v.scales};
 }
 
-template <class Settings>
-void check_sizes(const std::vector<Settings>& all) {
+const std::vector<ga::optim::LionStep> lion_settings{{1e-2, 0.9, 0.99, 0}, {1e-2, 0.95, 0.98, 0.5}, {0.3, 0, 0, 0.1}};
+Arrays arrays_of(const ga::optim::LionStep&, const KernelTypes& types, const at::Tensor& gradient) {
+  const auto n = gradient.numel();
+  return {torch::randn({n}).to(types.parameter), gradient.to(types.gradient), torch::randn({n}, types.state())};
+}
+
+const std::vector<ga::optim::MuonDirectionStep> direction_settings{{0.95, true}, {0.95, false}, {0.2, true}};
+Arrays arrays_of(const ga::optim::MuonDirectionStep&, const KernelTypes& types, const at::Tensor& gradient) {
+  return arrays_of(ga::optim::LionStep(), types, gradient);
+}
+const std::vector<ga::optim::MuonUpdateStep> update_settings{{0.1, 1}, {0.1, 0.9}};
+Arrays arrays_of(const ga::optim::MuonUpdateStep&, const KernelTypes& types, const at::Tensor& gradient) {
+  return {torch::randn({gradient.numel()}).to(types.parameter), gradient.to(types.gradient)};
+}
+
+template <class Step>
+void check_sizes(const std::vector<Step>& all) {
   torch::manual_seed(3);
   std::size_t turn = 0;
-  const auto next = [&]() -> const Settings& { return all[turn++ % all.size()]; };
+  const auto next = [&]() -> const Step& { return all[turn++ % all.size()]; };
   for (auto& types : all_kernel_types) {
-    if (std::is_same_v<Settings, inner::Adam8bitSettings> && types.parameter == at::kDouble) continue;
+    if (std::is_same_v<Step, inner::Adam8bitStep> && types.parameter == at::kDouble) continue;
     for (std::int64_t n = 0; n <= 3000; n += n < 40 ? 1 : n < 1100 ? 53 : 379) {
       const auto& settings = next();
       check(settings, n % 3 == 0 ? 1.0 : 0.25, types, arrays_of(settings, types, torch::randn({n}, at::kDouble)));
@@ -183,12 +182,12 @@ void check_sizes(const std::vector<Settings>& all) {
   }
 }
 
-template <class Settings>
-void check_odd_numbers(const std::vector<Settings>& all) {
+template <class Step>
+void check_odd_numbers(const std::vector<Step>& all) {
   torch::manual_seed(3);
   const double infinity = std::numeric_limits<double>::infinity();
   for (auto& types : all_kernel_types) {
-    if (std::is_same_v<Settings, inner::Adam8bitSettings> && types.parameter == at::kDouble) continue;
+    if (std::is_same_v<Step, inner::Adam8bitStep> && types.parameter == at::kDouble) continue;
     for (double odd : {infinity, -infinity, std::nan(""), 1e-40, 1e-44, 0.0, -0.0, 1e30, 6e4}) {
       auto gradient = torch::randn({150}, at::kDouble);
       for (int place : {0, 17, 63, 64, 100, 149}) gradient[place] = odd;
@@ -215,6 +214,20 @@ TEST_CASE("kernels of devices: Adam8bit of all sizes, types and settings, to the
   if (!KernelsOnDevice::possible()) SKIP(KernelsOnDevice::missing);
   check_sizes(adam8bit_settings);
   check_odd_numbers(adam8bit_settings);
+}
+
+TEST_CASE("kernels of devices: Lion of all sizes, types and settings, to the processor's bits", "[cuda]") {
+  if (!KernelsOnDevice::possible()) SKIP(KernelsOnDevice::missing);
+  check_sizes(lion_settings);
+  check_odd_numbers(lion_settings);
+}
+
+TEST_CASE("kernels of devices: Muon's passes of all sizes, types and settings, to the processor's bits", "[cuda]") {
+  if (!KernelsOnDevice::possible()) SKIP(KernelsOnDevice::missing);
+  check_sizes(direction_settings);
+  check_odd_numbers(direction_settings);
+  check_sizes(update_settings);
+  check_odd_numbers(update_settings);
 }
 
 namespace {
@@ -354,17 +367,17 @@ TEST_CASE("kernels of devices: a factor, an overflow and skipped steps that only
   const auto start = arrays_of(settings, types, torch::randn({300}));
   const auto taken = [&](const KernelMultiplier& by) {
     const KernelArrays arrays(start);
-    auto launch = launch_of(settings, 1);
-    launch.by = by.pointers();
-    launch.tensors.add({arrays.pointers(), 0, 300, 0});
-    KernelsOnDevice::kernels().adam(launch, types.of_kernel(), KernelsOnDevice::stream());
+    auto launch = inner::launch_of(settings, by.pointers());
+    launch.tensors.add(arrays.stepped(300));
+    const auto place = inner::place_in_list<inner::AdamStep>;
+    KernelsOnDevice::kernels().steps[place](launch, types.of_kernel(), KernelsOnDevice::stream());
     return arrays.result(0);
   };
   const auto expected = [&](double multiplier, std::int64_t step) {
     const auto arrays = clones(start);
     auto by = settings;
     by.step = step;
-    take_on_processor(by, multiplier, types, arrays);
+    step_on_processor(by, multiplier, types, arrays);
     return arrays[0];
   };
   const auto none = std::nullopt;
@@ -477,12 +490,13 @@ at::Tensor trained_by_kernels(at::Device where, bool scaled) {
 }  // namespace
 
 TEMPLATE_TEST_CASE("kernels of devices: a training is bitwise the processor's", "[cuda]", ga::optim::SGD,
-                   ga::optim::Adam, ga::optim::AdamW, ga::optim::Adam8bit, ga::optim::AdamW8bit) {
+                   ga::optim::Adam, ga::optim::AdamW, ga::optim::Adam8bit, ga::optim::AdamW8bit, ga::optim::Lion) {
   if (!emulated_cuda::is_loaded()) SKIP("a GPU multiplies matrices in another order");
   for (bool scaled : {false, true}) {  // the scale makes the first window overflow
     CAPTURE(scaled);
     const auto by_processor = trained_by_kernels<TestType>(host, scaled);
-    if (!needs_kernels<TestType> && !std::is_same_v<TestType, ga::optim::SGD>)  // ATen rounds SGD in the same way
+    if (std::is_same_v<TestType, ga::optim::Adam> ||
+        std::is_same_v<TestType, ga::optim::AdamW>)  // ATen rounds others alike
       CHECK_FALSE(same_bits(trained_by_kernels<TestType>(device, scaled), by_processor));
     const KernelsOnDevice kernels;
     CHECK(agree(trained_by_kernels<TestType>(device, scaled), by_processor));
@@ -491,10 +505,11 @@ TEMPLATE_TEST_CASE("kernels of devices: a training is bitwise the processor's", 
 
 namespace {
 
-Arrays tensors_of(const inner::SgdStep& step) { return {step.parameter, step.momentum_buffer}; }
-Arrays tensors_of(const inner::AdamStep& step) { return {step.parameter, step.exp_avg, step.exp_avg_sq}; }
-Arrays tensors_of(const inner::Adam8bitStep& step) {
-  return {step.parameter, step.exp_avg.codes, step.exp_avg.scales, step.exp_avg_sq.codes, step.exp_avg_sq.scales};
+Arrays tensors_of(const inner::ElementStep& step) {
+  Arrays all{step.parameter};
+  for (auto& state : step.state)
+    if (state.defined()) all.push_back(state);
+  return all;
 }
 
 }  // namespace
@@ -510,23 +525,21 @@ TEMPLATE_TEST_CASE("kernels of devices: a large parameter that is cut is updated
     const auto p = torch::randn({size}).to(types.parameter), g = torch::randn({size}).to(types.gradient);
     const auto m = torch::randn({size}) * 0.1, v = torch::rand({size}) + 0.01;
     const auto step_on = [&](at::Device where) {
-      TestType step{};
-      step.parameter = p.to(where, types.parameter, false, true);
-      step.gradient = g.to(where);
-      if (types.rounded) step.rounding_key = key;
+      std::optional<inner::ElementStep> step;
+      const auto floats = [&](const at::Tensor& of) { return of.to(where, at::kFloat, false, true); };
       if constexpr (std::is_same_v<TestType, inner::SgdStep>) {
-        step.settings = sgd_settings[3];
-        step.momentum_buffer = m.to(where, at::kFloat, false, true);
+        step = inner::ElementStep{sgd_settings[3], {}, {}, {floats(m)}};
       } else if constexpr (std::is_same_v<TestType, inner::AdamStep>) {
-        step.settings = adam_settings[1];
-        step.exp_avg = m.to(where, at::kFloat, false, true);
-        step.exp_avg_sq = v.to(where, at::kFloat, false, true);
+        step = inner::ElementStep{adam_settings[1], {}, {}, {floats(m), floats(v)}};
       } else {
-        step.settings = adam_settings[1];
-        step.exp_avg = inner::encoded(m.to(where), true);
-        step.exp_avg_sq = inner::encoded(v.to(where), false);
+        const auto coded_m = inner::encoded(m.to(where), true), coded_v = inner::encoded(v.to(where), false);
+        step = inner::ElementStep{
+            adam8bit_settings[1], {}, {}, {coded_m.codes, coded_v.codes, coded_m.scales, coded_v.scales}};
       }
-      return step;
+      step->parameter = p.to(where, types.parameter, false, true);
+      step->gradient = g.to(where);
+      if (types.rounded) step->rounding_key = key;
+      return *step;
     };
     const auto on_host = step_on(host), on_device = step_on(device);
     step_on_cpu(std::vector{on_host}, 0.5);

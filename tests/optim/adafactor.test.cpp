@@ -2,7 +2,7 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
-#include <gradaccum/detail/optimizers/cpu_steps.hpp>
+#include <gradaccum/detail/optimizers/steps.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/gradients.hpp>
 #include <gradaccum/memory_meter.hpp>
@@ -284,7 +284,7 @@ TEST_CASE("Adafactor's kernels: all instruction sets, types and odd sizes") {
   for (auto& types : all_types) {
     std::vector<inner::AdafactorKernels> all{inner::narrow_adafactor_kernels(types.parameter, types.gradient, false)};
     for (auto set : inner::instruction_sets())
-      all.push_back(inner::kernel_of<&inner::Kernels::adafactor>(set)(types.parameter, types.gradient, false));
+      all.push_back(inner::adafactor_kernels(types.parameter, types.gradient, false, set));
     for (auto& kernels : all) {
       for (std::int64_t columns = 1; columns <= 200; columns += columns < 40 ? 1 : 31)
         check_kernels(kernels, types, {1 + columns % 3, 2 + columns % 5, columns}, columns % 2 == 0);

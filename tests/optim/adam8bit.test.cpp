@@ -15,6 +15,7 @@
 
 #include "support/leaves.hpp"
 #include "support/models.hpp"
+#include "support/run_kernel.hpp"
 
 #include <ATen/Parallel.h>
 
@@ -52,15 +53,13 @@ std::pair<at::Tensor, at::Tensor> codes_of(const at::Tensor& gradient, Instructi
   auto parameter = torch::zeros_like(gradient);
   const auto m = torch::full_like(gradient, 127, at::kByte), v = torch::zeros_like(gradient, at::kByte);
   const auto m_scale = torch::zeros({inner::eight_bit_blocks(gradient.numel())}), v_scale = torch::zeros_like(m_scale);
-  inner::AdamNumbers numbers{1, 0, 1, 0, 1, 0, 1, 0, 1, 1e-8};
-  const inner::Adam8bitOperand operand{numbers,
-                                       parameter.mutable_data_ptr(),
-                                       gradient.const_data_ptr(),
-                                       m.mutable_data_ptr<std::uint8_t>(),
-                                       v.mutable_data_ptr<std::uint8_t>(),
-                                       m_scale.mutable_data_ptr<float>(),
-                                       v_scale.mutable_data_ptr<float>()};
-  inner::kernel_of<&inner::Kernels::adam8bit>(set)(at::kFloat, at::kFloat, false)(operand, 0, gradient.numel());
+  const inner::Adam8bitStep step{{.eps = 1e-8}};
+  testing::run_kernel(
+      set, step, {at::kFloat, at::kFloat, false},
+      {.parameter = parameter.mutable_data_ptr(),
+       .gradient = gradient.const_data_ptr(),
+       .state = {m.mutable_data_ptr(), v.mutable_data_ptr(), m_scale.mutable_data_ptr(), v_scale.mutable_data_ptr()}},
+      gradient.numel());
   return {m, v};
 }
 
@@ -161,16 +160,14 @@ TEST_CASE("Adam8bit: one step is Adam's on the decoded moments, for every instru
           auto whole_p = p.to(at::kDouble), whole_m = inner::decoded(m, true).to(at::kDouble),
                whole_v = inner::decoded(v, false).to(at::kDouble);
           const double multiplier = 0.5, lr = 1e-2, decay = 0.1;
-          const auto numbers = inner::numbers_of(
-              inner::AdamSettings{lr, 0.9, 0.99, 1e-8, decay, false, /*decoupled=*/true, /*step=*/3}, multiplier);
-          const inner::Adam8bitOperand operand{numbers,
-                                               p.mutable_data_ptr(),
-                                               g.const_data_ptr(),
-                                               m.codes.mutable_data_ptr<std::uint8_t>(),
-                                               v.codes.mutable_data_ptr<std::uint8_t>(),
-                                               m.scales.mutable_data_ptr<float>(),
-                                               v.scales.mutable_data_ptr<float>()};
-          inner::kernel_of<&inner::Kernels::adam8bit>(set)(dtype, gradient_dtype, false)(operand, 0, n);
+          const inner::Adam8bitStep step{{lr, 0.9, 0.99, 1e-8, decay, false, /*decoupled=*/true, /*step=*/3}};
+          testing::run_kernel(set, step, {dtype, gradient_dtype, false},
+                              {.multiplier = multiplier,
+                               .parameter = p.mutable_data_ptr(),
+                               .gradient = g.const_data_ptr(),
+                               .state = {m.codes.mutable_data_ptr(), v.codes.mutable_data_ptr(),
+                                         m.scales.mutable_data_ptr(), v.scales.mutable_data_ptr()}},
+                              n);
 
           const auto gradient = g.to(at::kDouble) * multiplier;
           whole_m = whole_m * 0.9 + gradient * 0.1;

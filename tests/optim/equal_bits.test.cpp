@@ -12,6 +12,7 @@
 #include <gradaccum/optim/adam8bit.hpp>
 #include <gradaccum/optim/adamw.hpp>
 #include <gradaccum/optim/adamw8bit.hpp>
+#include <gradaccum/optim/lion.hpp>
 #include <gradaccum/optim/sgd.hpp>
 
 #include <algorithm>
@@ -124,6 +125,9 @@ const std::vector<Row>& rows() {
        0x92d48c29},
       {"Adafactor", [] { return stepped<Adafactor>(at::kFloat, AdafactorOptions(0.01).beta1(0.9)); }, 0xfcf373bd,
        0x57f4e795, 0xaf1ac9d5},
+      {"Lion", [] { return stepped<Lion>(at::kFloat, LionOptions(0.01).weight_decay(0.1)); }, 0xfcd25949, 0x8eebfd9e},
+      {"Lion, bfloat16", [] { return stepped<Lion>(at::kBFloat16, LionOptions(0.01).weight_decay(0.1)); }, 0x19d9729c,
+       0xb5471672},
       {"norms", [] { return norms(); }, 0x0b9f7da0, 0x0b9f7da0, 0xf1ac8568},
       {"scaled windows", [] { return scaled_windows(); }, 0x24c23d86, 0xbf7b14fb},
   };

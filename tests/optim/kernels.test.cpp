@@ -2,8 +2,9 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
-#include <gradaccum/detail/optimizers/cpu_steps.hpp>
+#include <gradaccum/detail/optimizers/steps.hpp>
 
+#include "support/run_kernel.hpp"
 #include "support/take_on_device.hpp"
 
 #include <ATen/OpMathType.h>
@@ -17,6 +18,7 @@
 
 namespace inner = gradaccum::detail;
 using inner::InstructionSet;
+using testing::run_kernel;
 using testing::step_on_device;
 
 namespace {
@@ -70,7 +72,7 @@ bool close(const at::Tensor& a, const at::Tensor& b, double tolerance) {
 
 /// Adam by the paper's formulas, in float64.
 void adam_in_float64(at::Tensor& p, at::Tensor g, at::Tensor& m, at::Tensor& v, at::Tensor& x,
-                     const inner::AdamSettings& by, double multiplier) {
+                     const inner::AdamStep& by, double multiplier) {
   g = g * multiplier;
   if (!by.decoupled) g = g + by.weight_decay * p;
   if (by.decoupled) p = p * (1 - by.lr * by.weight_decay);
@@ -81,13 +83,13 @@ void adam_in_float64(at::Tensor& p, at::Tensor g, at::Tensor& m, at::Tensor& v, 
   p = p - by.lr / (1 - std::pow(by.beta1, by.step)) * m / denominator;
 }
 
-const std::vector<inner::AdamSettings> adam_settings{{1e-2, 0.9, 0.999, 1e-8, 0, false, true, 1},
-                                                     {1e-2, 0.9, 0.99, 1e-6, 0.1, false, true, 7},
-                                                     {1e-2, 0.8, 0.99, 1e-6, 0.1, true, true, 3},
-                                                     {1e-2, 0.9, 0.999, 1e-8, 0.1, false, false, 2},
-                                                     {0.5, 0.0, 0.0, 1e-3, 0.1, true, false, 2}};
+const std::vector<inner::AdamStep> adam_settings{{1e-2, 0.9, 0.999, 1e-8, 0, false, true, 1},
+                                                 {1e-2, 0.9, 0.99, 1e-6, 0.1, false, true, 7},
+                                                 {1e-2, 0.8, 0.99, 1e-6, 0.1, true, true, 3},
+                                                 {1e-2, 0.9, 0.999, 1e-8, 0.1, false, false, 2},
+                                                 {0.5, 0.0, 0.0, 1e-3, 0.1, true, false, 2}};
 
-void check_adam(InstructionSet set, const Types& types, const inner::AdamSettings& settings, const at::Tensor& gradient,
+void check_adam(InstructionSet set, const Types& types, const inner::AdamStep& settings, const at::Tensor& gradient,
                 double multiplier) {
   const auto n = gradient.numel();
   const Array p(torch::randn({n}), types.parameter), g(gradient, types.gradient),
@@ -96,9 +98,12 @@ void check_adam(InstructionSet set, const Types& types, const inner::AdamSetting
   auto p64 = p.inner().to(at::kDouble), m64 = m.inner().to(at::kDouble), v64 = v.inner().to(at::kDouble),
        x64 = x.inner().to(at::kDouble);
   adam_in_float64(p64, g.inner().to(at::kDouble), m64, v64, x64, settings, multiplier);
-  const inner::AdamOperand operand{numbers_of(settings, multiplier),     p.data(), g.data(), m.data(), v.data(),
-                                   settings.amsgrad ? x.data() : nullptr};
-  inner::kernel_of<&inner::Kernels::adam>(set)(types.parameter, types.gradient, false)(operand, 0, n);
+  run_kernel(set, settings, {types.parameter, types.gradient, false},
+             {.multiplier = multiplier,
+              .parameter = p.data(),
+              .gradient = g.data(),
+              .state = {m.data(), v.data(), settings.amsgrad ? x.data() : nullptr}},
+             n);
   REQUIRE(close(p.inner(), p64, types.tolerance));
   const double of_state = types.state == at::kDouble ? 1e-14 : 1e-6;
   REQUIRE(close(m.inner(), m64, of_state));
@@ -107,18 +112,22 @@ void check_adam(InstructionSet set, const Types& types, const inner::AdamSetting
   for (auto* array : {&p, &g, &m, &v, &x}) REQUIRE(array->intact());
 }
 
-void check_sgd(InstructionSet set, const Types& types, const inner::SgdNumbers& by, std::int64_t n) {
+void check_sgd(InstructionSet set, const Types& types, const inner::SgdStep& by, double multiplier, std::int64_t n) {
   const Array p(torch::randn({n}), types.parameter), g(torch::randn({n}), types.gradient),
       b(torch::randn({n}), types.state);
   auto p64 = p.inner().to(at::kDouble), b64 = b.inner().to(at::kDouble);
-  auto g64 = g.inner().to(at::kDouble) * by.multiplier + by.weight_decay * p64;
+  auto g64 = g.inner().to(at::kDouble) * multiplier + by.weight_decay * p64;
   if (by.momentum != 0) {
-    b64 = by.first ? g64 : by.momentum * b64 + by.fresh * g64;
+    b64 = by.first ? g64 : by.momentum * b64 + (1 - by.dampening) * g64;
     g64 = by.nesterov ? g64 + by.momentum * b64 : b64;
   }
   p64 = p64 - by.lr * g64;
-  const inner::SgdOperand operand{by, p.data(), g.data(), by.momentum != 0 ? b.data() : nullptr};
-  inner::kernel_of<&inner::Kernels::sgd>(set)(types.parameter, types.gradient, false)(operand, 0, n);
+  run_kernel(set, by, {types.parameter, types.gradient, false},
+             {.multiplier = multiplier,
+              .parameter = p.data(),
+              .gradient = g.data(),
+              .state = {by.momentum != 0 ? b.data() : nullptr}},
+             n);
   REQUIRE(close(p.inner(), p64, types.tolerance));
   REQUIRE(close(b.inner(), b64, types.state == at::kDouble ? 1e-14 : 1e-6));
   for (auto* array : {&p, &g, &b}) REQUIRE(array->intact());
@@ -155,9 +164,8 @@ TEST_CASE("kernels: Adam with denormals, infinities and NaN") {
 TEST_CASE("kernels: a second moment that overflows stops the parameter, as in ATen") {
   for (auto set : inner::instruction_sets()) {
     auto p = torch::ones({100}), g = torch::full({100}, 1e25f), m = torch::zeros({100}), v = torch::zeros({100});
-    const inner::AdamOperand operand{
-        numbers_of(adam_settings[0], 1.0), p.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr(), nullptr};
-    inner::kernel_of<&inner::Kernels::adam>(set)(at::kFloat, at::kFloat, false)(operand, 0, 100);
+    run_kernel(set, adam_settings[0], {at::kFloat, at::kFloat, false},
+               {.parameter = p.data_ptr(), .gradient = g.data_ptr(), .state = {m.data_ptr(), v.data_ptr()}}, 100);
     REQUIRE(v.isinf().all().item<bool>());
     REQUIRE(p.eq(1).all().item<bool>());
   }
@@ -165,13 +173,13 @@ TEST_CASE("kernels: a second moment that overflows stops the parameter, as in AT
 
 TEST_CASE("kernels: SGD of all sizes, types and settings") {
   torch::manual_seed(4);
-  const std::vector<inner::SgdNumbers> settings{
-      {1, 0, 0, 1, 0.1, false, false},        {0.5, 0.01, 0, 1, 0.1, false, false},  {1, 0, 0.9, 1, 0.1, false, true},
-      {1, 0.01, 0.9, 0.7, 0.1, false, false}, {0.5, 0.01, 0.9, 1, 0.1, true, false}, {0.5, 0, 0.9, 1, 0.1, true, true}};
+  const std::vector<inner::SgdStep> settings{{0.1, 0, 0, 0, false, false},     {0.1, 0, 0, 0.01, false, false},
+                                             {0.1, 0.9, 0, 0, false, true},    {0.1, 0.9, 0.3, 0.01, false, false},
+                                             {0.1, 0.9, 0, 0.01, true, false}, {0.1, 0.9, 0, 0, true, true}};
   for (auto set : inner::instruction_sets())
     for (auto& types : all_types)
       for (std::int64_t n = 0; n <= 300; n += n < 70 ? 1 : 23)
-        for (auto& by : settings) check_sgd(set, types, by, n);
+        for (auto& by : settings) check_sgd(set, types, by, by.nesterov ? 0.5 : 1.0, n);
 }
 
 TEST_CASE(
@@ -184,8 +192,8 @@ TEST_CASE(
   for (auto dtype : {at::kHalf, at::kBFloat16})
     for (auto set : inner::instruction_sets()) {
       const auto step = [&](at::Tensor p, const at::Tensor& g, double lr) {
-        const inner::SgdOperand operand{{1, 0, 0, 1, lr, false, false}, p.data_ptr(), g.data_ptr(), nullptr};
-        inner::kernel_of<&inner::Kernels::sgd>(set)(dtype, g.scalar_type(), false)(operand, 0, p.numel());
+        run_kernel(set, inner::SgdStep{.lr = lr}, {dtype, g.scalar_type(), false},
+                   {.parameter = p.data_ptr(), .gradient = g.data_ptr()}, p.numel());
       };
       auto all = bits.view(dtype).clone();
       step(all, torch::zeros_like(all), 0.0);
@@ -205,8 +213,7 @@ TEST_CASE("kernels: the sum of squares of all sizes and types") {
       for (std::int64_t n = 0; n <= 300; ++n) {
         const Array numbers(torch::randn({n}), dtype);
         const auto expected = numbers.inner().to(at::kDouble).square().sum().item<double>();
-        REQUIRE(inner::kernel_of<&inner::Kernels::sum_of_squares>(set)(dtype)(numbers.data(), n) ==
-                Approx(expected).epsilon(1e-13));
+        REQUIRE(inner::sum_of_squares_of(dtype, set)(numbers.data(), n) == Approx(expected).epsilon(1e-13));
       }
 }
 
@@ -249,31 +256,31 @@ TEST_CASE("the steps on a device: ATen's fused operations, run on the CPU, match
   const auto host = [](double factor) { return inner::Multiplier{.numerator = factor}; };
   for (auto dtype : {at::kFloat, at::kDouble, at::kBFloat16})
     for (auto& settings : adam_settings) {
-      std::vector<inner::AdamStep> ours, atens;
+      std::vector<inner::ElementStep> ours, atens;
       const auto type = at::toOpMathType(dtype);
       for (std::int64_t n : {1, 5, 1000}) {
         const auto p = torch::randn({n}, dtype), g = torch::randn({n}, dtype), m = torch::randn({n}, type),
                    v = torch::rand({n}, type), x = torch::rand({n}, type);
         const auto q = p.clone();
-        ours.push_back({settings, p, g, m, v, x});
-        atens.push_back({settings, q, g, m.clone(), v.clone(), x.clone()});
+        ours.push_back({settings, p, g, {m, v, x}});
+        atens.push_back({settings, q, g, {m.clone(), v.clone(), x.clone()}});
       }
       const auto gradients_before = atens[2].gradient.clone();
       step_on_cpu(ours, 0.5);
       step_on_device(atens, host(0.5));
       for (std::size_t i = 0; i < ours.size(); ++i) {
         REQUIRE(close(ours[i].parameter, atens[i].parameter, dtype == at::kBFloat16 ? 8e-3 : 1e-5));
-        REQUIRE(close(ours[i].exp_avg_sq, atens[i].exp_avg_sq, 1e-6));
+        REQUIRE(close(ours[i].state[1], atens[i].state[1], 1e-6));
       }
       REQUIRE(atens[2].gradient.equal(gradients_before));
     }
   for (bool first : {false, true})
     for (double momentum : {0.0, 0.9}) {
-      const inner::SgdSettings settings{0.1, momentum, momentum != 0 && !first ? 0.2 : 0.0, 0.01, false, first};
+      const inner::SgdStep settings{0.1, momentum, momentum != 0 && !first ? 0.2 : 0.0, 0.01, false, first};
       const auto p = torch::randn({100}), q = p.clone(), g = torch::randn({100}), b = torch::randn({100}),
                  c = b.clone();
-      step_on_cpu(std::vector<inner::SgdStep>{{settings, p, g, b}}, 0.5);
-      step_on_device(std::vector<inner::SgdStep>{{settings, q, g, c}}, host(0.5));
+      step_on_cpu(std::vector<inner::ElementStep>{{settings, p, g, {b}}}, 0.5);
+      step_on_device(std::vector<inner::ElementStep>{{settings, q, g, {c}}}, host(0.5));
       REQUIRE(close(p, q, 1e-6));
       if (momentum != 0) REQUIRE(close(b, c, 1e-6));
     }
@@ -281,13 +288,13 @@ TEST_CASE("the steps on a device: ATen's fused operations, run on the CPU, match
 
 TEST_CASE("the steps on a device run in batches: of one dtype, the same settings, and a limited number of copies") {
   const auto step = [](at::ScalarType dtype, std::int64_t count, std::int64_t size) {
-    inner::AdamSettings settings = adam_settings[1];
+    auto settings = adam_settings[1];
     settings.step = count;
     const auto moments = torch::zeros({size}, at::toOpMathType(dtype));
-    return inner::AdamStep{settings, torch::zeros({size}, dtype), torch::ones({size}, dtype), moments, moments.clone(),
-                           {}};
+    return inner::ElementStep{
+        settings, torch::zeros({size}, dtype), torch::ones({size}, dtype), {moments, moments.clone()}};
   };
-  const auto batches_of = [](const std::vector<inner::AdamStep>& steps, bool multiplied) {
+  const auto batches_of = [](const std::vector<inner::ElementStep>& steps, bool multiplied) {
     const FusedSteps fused;
     step_on_device(steps, {.numerator = multiplied ? 0.5 : 1.0});
     return fused.so_far();
@@ -309,20 +316,16 @@ TEST_CASE("the steps on a device: a parameter that is cut is updated as if it we
   for (auto dtype : {at::kFloat, at::kBFloat16, at::kComplexFloat}) {
     auto settings = adam_settings[1];
     const auto type = at::toOpMathType(dtype);
-    const auto whole = inner::AdamStep{settings,
-                                       torch::randn({2, size / 2}, dtype),
-                                       torch::randn({2, size / 2}, dtype),
-                                       torch::randn({2, size / 2}, type),
-                                       torch::rand({2, size / 2}, type),
-                                       {}};
-    std::vector<inner::AdamStep> rows;
+    const auto whole = inner::ElementStep{settings,
+                                          torch::randn({2, size / 2}, dtype),
+                                          torch::randn({2, size / 2}, dtype),
+                                          {torch::randn({2, size / 2}, type), torch::rand({2, size / 2}, type)}};
+    std::vector<inner::ElementStep> rows;
     for (std::int64_t i = 0; i < 2; ++i)
       rows.push_back({settings,
                       whole.parameter[i].clone(),
                       whole.gradient[i],
-                      whole.exp_avg[i].clone(),
-                      whole.exp_avg_sq[i].clone(),
-                      {}});
+                      {whole.state[0][i].clone(), whole.state[1][i].clone()}});
     const auto version = whole.parameter._version();
     step_on_device(std::vector{whole}, inner::Multiplier{.numerator = 0.5});
     step_on_device(rows, inner::Multiplier{.numerator = 0.5});
@@ -330,7 +333,7 @@ TEST_CASE("the steps on a device: a parameter that is cut is updated as if it we
       const auto row = rows[static_cast<std::size_t>(i)];
       REQUIRE(close(inner::as_real(whole.parameter[i]), inner::as_real(row.parameter),
                     dtype == at::kBFloat16 ? 8e-3 : 1e-5));
-      REQUIRE(close(inner::as_real(whole.exp_avg_sq[i]), inner::as_real(row.exp_avg_sq), 1e-6));
+      REQUIRE(close(inner::as_real(whole.state[1][i]), inner::as_real(row.state[1]), 1e-6));
     }
     REQUIRE(whole.parameter._version() > version);
   }

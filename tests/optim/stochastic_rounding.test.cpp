@@ -11,6 +11,7 @@
 #include <gradaccum/optim/sgd.hpp>
 
 #include "support/leaves.hpp"
+#include "support/run_kernel.hpp"
 #include "support/take_on_device.hpp"
 
 #include <ATen/Parallel.h>
@@ -198,11 +199,13 @@ TEST_CASE("stochastic rounding: the same random bits for every instruction set")
   std::vector<at::Tensor> results;
   for (auto set : inner::instruction_sets()) {
     auto q = p.clone();
-    inner::SgdOperand operand{
-        {1, 0, 0, 1, 1.0, false, true}, q.mutable_data_ptr(), g.const_data_ptr(), nullptr, /*rounding_key=*/99};
-    const auto kernel = inner::kernel_of<&inner::Kernels::sgd>(set)(at::kBFloat16, at::kFloat, /*rounded=*/true);
-    kernel(operand, 0, 300);  // in parts, because a number's bits depend only on its index
-    kernel(operand, 300, 700);
+    const inner::Operand operand{.parameter = q.mutable_data_ptr(), .gradient = g.const_data_ptr(), .rounding_key = 99};
+    const auto step = [&](std::int64_t from, std::int64_t count) {
+      testing::run_kernel(set, inner::SgdStep{.lr = 1}, {at::kBFloat16, at::kFloat, /*rounded=*/true}, operand, count,
+                          from);
+    };
+    step(0, 300);  // in parts, because a number's bits depend only on its index
+    step(300, 700);
     results.push_back(q);
   }
   for (auto& result : results) CHECK(torch::equal(result, results.front()));
@@ -286,11 +289,11 @@ TEST_CASE("stochastic rounding: ATen's operations for other devices round in the
   CHECK_FALSE(torch::equal(rounded_by(numbers, 5), rounded));
   const auto special = torch::tensor({std::nan(""), 1.0 / 0.0, -1.0 / 0.0, 0.0, -2.0});
   CHECK(torch::equal(rounded_by(special.to(at::kFloat), 4).nan_to_num(7), special.to(at::kFloat).nan_to_num(7)));
-  inner::SgdStep one{{1.0, 0, 0, 0, false, true},
-                     torch::ones({1 << 12}, at::kBFloat16),
-                     torch::full({1 << 12}, std::ldexp(1.0, -11), at::kBFloat16),
-                     at::Tensor(),
-                     4};
+  const inner::ElementStep one{inner::SgdStep{.lr = 1},
+                               torch::ones({1 << 12}, at::kBFloat16),
+                               torch::full({1 << 12}, std::ldexp(1.0, -11), at::kBFloat16),
+                               {},
+                               4};
   step_on_device(std::vector{one}, inner::Multiplier());
   CHECK(one.parameter.ne(1).any().item<bool>());
   CHECK(one.parameter.eq(1).any().item<bool>());

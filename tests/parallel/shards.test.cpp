@@ -12,6 +12,7 @@
 #include <gradaccum/optim/adam.hpp>
 #include <gradaccum/optim/adamw.hpp>
 #include <gradaccum/optim/adamw8bit.hpp>
+#include <gradaccum/optim/muon.hpp>
 #include <gradaccum/optim/sgd.hpp>
 #include <gradaccum/replicas.hpp>
 #include <gradaccum/training_state.hpp>
@@ -91,6 +92,11 @@ std::vector<Kind> kinds() {
        }},
       {"Adafactor",
        [](auto p) { return std::make_unique<ga::optim::Adafactor>(p, ga::optim::AdafactorOptions(0.01)); }},
+      {"Muon",
+       [](auto p) {
+         std::erase_if(p, [](auto& parameter) { return parameter.dim() != 2; });
+         return std::make_unique<ga::optim::Muon>(p, ga::optim::MuonOptions(0.01));
+       }},
       {"AdamW, bfloat16, rounded at random",
        [](auto p) {
          auto adamw = std::make_unique<ga::optim::AdamW>(p, ga::optim::AdamWOptions(0.01));
@@ -282,7 +288,8 @@ TEST_CASE("Shard: with exact sums, any number of ranks gives the bits of unshard
       CHECK(divided[i].scaler->get_scale() == plain[i].scaler->get_scale());
       CHECK(torch::equal(flat(divided[i].model), flat(plain[i].model)));
       bytes += divided[i].bytes_of_state();
-      if (kind.name != "Adafactor" && kind.name != "AdamW8bit, some in 32 bits" && kind.dtype == at::kFloat)
+      if (kind.name != "Adafactor" && kind.name != "Muon" && kind.name != "AdamW8bit, some in 32 bits" &&
+          kind.dtype == at::kFloat)
         CHECK(divided[i].bytes_of_state() < plain[i].bytes_of_state() * 3 / 4);
     }
     CHECK(bytes == plain[0].bytes_of_state());

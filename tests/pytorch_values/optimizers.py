@@ -23,7 +23,26 @@ OPTIMIZERS = {
     "AdamW": ("AdamW", dict(lr=0.01), dict(lr=0.02)),
     "AdamW_weight_decay": ("AdamW", dict(lr=0.01, weight_decay=0.5), dict(weight_decay=0.1)),
     "AdamW_amsgrad": ("AdamW", dict(lr=0.01, weight_decay=1e-3, amsgrad=True), dict(lr=0.02)),
+    "Lion": ("Lion", dict(lr=0.002), dict(lr=0.001)),
+    "Lion_weight_decay": ("Lion", dict(lr=0.002, betas=(0.95, 0.98), weight_decay=0.5), dict(weight_decay=0.1)),
 }
+
+
+class Lion(torch.optim.Optimizer):
+    """PyTorch has none: the program 2 of Chen et al., 2023."""
+
+    def __init__(self, params, lr, betas=(0.9, 0.99), weight_decay=0.0):
+        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                update = torch.sign(beta1 * m + (1 - beta1) * p.grad)
+                m.copy_(beta2 * m + (1 - beta2) * p.grad)
+                p.sub_(group["lr"] * (update + group["weight_decay"] * p))
 
 
 def make_model():
@@ -35,7 +54,8 @@ def make_model():
 def run(name, options, second):
     model = make_model()
     weights, biases = [[p for p in model.parameters() if p.dim() == dim] for dim in (2, 1)]
-    optimizer = getattr(torch.optim, name)([dict(params=weights), dict(params=biases, **second)], **options)
+    kind = Lion if name == "Lion" else getattr(torch.optim, name)
+    optimizer = kind([dict(params=weights), dict(params=biases, **second)], **options)
     x, y = waves(20, 2, start=100), waves(20, 1, start=300).square()
     rows = []
     for step in range(STEPS):
@@ -54,7 +74,7 @@ def cpp(value):
 
 
 def main():
-    includes = [["torch/optim/adam.h", "torch/optim/adamw.h", "torch/optim/sgd.h"],
+    includes = [["gradaccum/optim/lion.hpp"], ["torch/optim/adam.h", "torch/optim/adamw.h", "torch/optim/sgd.h"],
                 ["map", "memory", "string", "vector"]]
     lines = [f"constexpr int optimizer_steps = {STEPS}, sampled_every = {EVERY};", "",
              "struct Baseline {", "  std::shared_ptr<torch::optim::OptimizerOptions> weights, biases;",
@@ -63,7 +83,7 @@ def main():
     for key, (name, options, second) in OPTIMIZERS.items():
         def made(all_options):
             calls = "".join(f".{option}({cpp(value)})" for option, value in all_options.items() if option != "lr")
-            kind = f"torch::optim::{name}Options"
+            kind = f"{'gradaccum' if name == 'Lion' else 'torch'}::optim::{name}Options"
             return f"std::make_shared<{kind}>({kind}({all_options['lr']!r}){calls})"
 
         rows = ",\n       ".join(map(braced, run(name, options, second)))

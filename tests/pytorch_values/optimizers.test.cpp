@@ -3,6 +3,7 @@
 
 #include <gradaccum/optim/adam.hpp>
 #include <gradaccum/optim/adamw.hpp>
+#include <gradaccum/optim/lion.hpp>
 #include <gradaccum/optim/sgd.hpp>
 
 #include "support/waves.hpp"
@@ -38,6 +39,7 @@ std::unique_ptr<torch::optim::Optimizer> make(const std::string& name, const pyt
                                               torch::nn::Sequential& model) {
   if (name.starts_with("SGD")) return make<ga::optim::SGD, ga::optim::SGDOptions>(baseline, model);
   if (name.starts_with("AdamW")) return make<ga::optim::AdamW, ga::optim::AdamWOptions>(baseline, model);
+  if (name.starts_with("Lion")) return make<ga::optim::Lion, ga::optim::LionOptions>(baseline, model);
   return make<ga::optim::Adam, ga::optim::AdamOptions>(baseline, model);
 }
 
@@ -75,5 +77,6 @@ TEST_CASE("PyTorch's values: the one-pass optimizers, 1001 steps with two groups
 TEST_CASE("PyTorch's values: the settings give different values") {
   const auto& all = pytorch_values::optimizers;
   CHECK(error_of("AdamW", all.at("AdamW_weight_decay"), all.at("AdamW")) > 1e-3);
+  CHECK(error_of("Lion", all.at("Lion_weight_decay"), all.at("Lion")) > 1e-3);
   CHECK(error_of("SGD", all.at("SGD_dampening"), all.at("SGD_momentum")) > 1e-3);
 }

@@ -40,7 +40,7 @@ module(window PUBLIC embedding grad_accumulator gradients
 module(scaling PUBLIC amp_scaler autocast
                   USES platform types kernels state window)
 module(optimizers PUBLIC learning_rates optim/
-                  USES types kernels memory state window)
+                  USES types kernels memory state window scaling)
 module(checkpoint PUBLIC checkpoint checkpointed_sequential saved_tensor_hooks
                   USES types memory scaling)
 module(data PUBLIC data/

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/optimizers/device_steps.hpp>
+#include <gradaccum/detail/optimizers/device_batches.hpp>
+#include <gradaccum/detail/optimizers/steps.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 
 #include <vector>
 
 namespace testing {
 
-/// Runs an optimizer's step for parameters on devices; that of Adam and SGD on any device, because ATen's operations
-/// run on all.
+/// Runs steps of parameters on devices; those with float state on any device, because ATen's operations run on all.
 template <class Step>
 void step_on_device(const std::vector<Step>& steps, const gradaccum::detail::Multiplier& multiplier) {
   gradaccum::detail::StepPlan plan;

@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 
-STEPS = re.compile(r"::(neon|portable)::(for_each_vector<(?!1,)\d+, .*(Sgd|Adam|Adafactor)|BlockStep::operator|encode_block|"
+STEPS = re.compile(r"::(neon|portable)::(for_each_vector<(?!1,)\d+, .*(Sgd|Adam|Lion|Muon|Adafactor)|BlockStep::operator|encode_block|"
                    r"adafactor_squares<.*__vector|sum_of_squares<)")
 BRANCH = re.compile(r"(?:b(?:\.\w+)?|cbn?z|tbn?z)\s.*?([0-9a-f]+) <")
 CALL = re.compile(r"blr?\s")

@@ -2,8 +2,8 @@
 #pragma once
 // module: optimizers
 
-#include <gradaccum/detail/optimizers/one_pass.hpp>
-#include <gradaccum/detail/state/pieces.hpp>
+#include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/optimizers/own_optimizer.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <torch/arg.h>
@@ -25,8 +25,7 @@ namespace gradaccum::optim {
 enum class AdafactorVariant { paper, pytorch };
 
 /// The options of `Adafactor`: step sizes, decays and the variant.
-struct AdafactorOptions : public torch::optim::OptimizerCloneableOptions<AdafactorOptions>,
-                          public detail::ArchivesItself {
+struct AdafactorOptions : OwnOptions<AdafactorOptions> {
   AdafactorOptions(double lr = 1e-2) : lr_(lr) {}
   using eps_t = std::tuple<double, double>;
   TORCH_ARG(double, lr);                    ///< the step size; with relative_step its maximum
@@ -41,21 +40,18 @@ struct AdafactorOptions : public torch::optim::OptimizerCloneableOptions<Adafact
   TORCH_ARG(AdafactorVariant, variant) = AdafactorVariant::paper;  ///< selects the formulas
 
  public:
-  GRADACCUM_INLINE void serialize(torch::serialize::InputArchive& archive) override;
-  GRADACCUM_INLINE void serialize(torch::serialize::OutputArchive& archive) const override;
-  GRADACCUM_INLINE void state(Archive& archive) override;
-  friend bool operator==(const AdafactorOptions& a, const AdafactorOptions& b);
+  static auto all(auto& of) {
+    return std::tuple(named("lr", of.lr_), named("beta2_decay", of.beta2_decay_), named("eps", of.eps_),
+                      named("d", of.d_), named("weight_decay", of.weight_decay_), named("beta1", of.beta1_),
+                      named("relative_step", of.relative_step_), named("warmup_init", of.warmup_init_),
+                      named("scale_parameter", of.scale_parameter_), named("variant", of.variant_));
+  }
+  AdafactorOptions inherit(const AdafactorOptions& from) const {
+    auto options = OwnOptions::inherit(from);
+    if (!options.relative_step()) options.warmup_init(false);  // such a group cannot have it
+    return options;
+  }
   void check() const;
-  /// Applies LibTorch's rule to a group's options: an option with its class's default value takes the optimizer's
-  /// value.
-  AdafactorOptions inherit(const AdafactorOptions& from) const;
-  double get_lr() const override { return lr(); }
-  void set_lr(const double lr) override { this->lr(lr); }
-
- private:
-  template <class Visit>
-  void for_each(const Visit& visit);
-  static auto all(auto& of);
 };
 
 /// The state of a parameter: row_var and col_var for a matrix, or for each matrix of its last two dimensions; variance
@@ -111,6 +107,9 @@ class Adafactor : public OwnOptimizer<Adafactor, AdafactorOptions, AdafactorPara
   bool steps_by_elements() const override { return false; }  // means run over rows, columns and whole tensors
 
  private:
+  /// Prepares the state, and returns the step.
+  static detail::AdafactorStep next_step(const AdafactorOptions& options, const at::Tensor& parameter,
+                                         const at::Tensor& gradient, AdafactorParamState& state);
   GRADACCUM_INLINE void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
 };
 
@@ -119,5 +118,5 @@ class Adafactor : public OwnOptimizer<Adafactor, AdafactorOptions, AdafactorPara
 #undef GRADACCUM_INLINE
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/optimizers/optim.ipp>
+#include <gradaccum/impl/optimizers/adafactor.ipp>
 #endif

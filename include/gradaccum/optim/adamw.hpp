@@ -2,13 +2,10 @@
 #pragma once
 // module: optimizers
 
-#include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/optimizers/one_pass.hpp>
+#include <gradaccum/detail/optimizers/adam_optimizers.hpp>
 
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
-
-#include <gradaccum/impl/begin.ipp>
 
 namespace gradaccum::optim {
 
@@ -43,14 +40,11 @@ using AdamWOptions = torch::optim::AdamWOptions;
 /// otherwise ATen's fused operation.
 /// @note Takes memory only for copies, about 16 MB at a time or one tensor: of tensors that are not dense, of gradients
 /// in another order than their parameter, and of 16-bit parameters or gradients if ATen steps them with a factor.
-class AdamW : public OnePassOptimizer<AdamW, torch::optim::AdamW, torch::optim::AdamWParamState> {
+class AdamW : public AdamOptimizer<AdamW, torch::optim::AdamW, AdamWOptions, torch::optim::AdamWParamState> {
  public:
   static constexpr const char* name = "AdamW";
 
-  using OnePassOptimizer::OnePassOptimizer;  // takes parameters or groups of them, and options
-
- private:
-  GRADACCUM_INLINE void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
+  using AdamOptimizer::AdamOptimizer;  // takes parameters or groups of them, and options
 };
 
 /// LibTorch's own class of options, so that files of LibTorch's AdamW load here, and the reverse.
@@ -67,20 +61,11 @@ using AdamOptions = torch::optim::AdamOptions;
 /// beyond, Reddi et al., 2018. Weight decay is added to the gradient. Otherwise like `AdamW`.
 ///
 /// @note Does not synchronize.
-class Adam : public OnePassOptimizer<Adam, torch::optim::Adam, torch::optim::AdamParamState> {
+class Adam : public AdamOptimizer<Adam, torch::optim::Adam, AdamOptions, torch::optim::AdamParamState> {
  public:
   static constexpr const char* name = "Adam";
 
-  using OnePassOptimizer::OnePassOptimizer;  // takes parameters or groups of them, and options
-
- private:
-  GRADACCUM_INLINE void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
+  using AdamOptimizer::AdamOptimizer;  // takes parameters or groups of them, and options
 };
 
 }  // namespace gradaccum::optim
-
-#undef GRADACCUM_INLINE
-
-#ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/optimizers/optim.ipp>
-#endif

@@ -3,7 +3,7 @@
 // module: optimizers
 
 #include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/optimizers/one_pass.hpp>
+#include <gradaccum/detail/optimizers/adam_optimizers.hpp>
 
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
@@ -63,5 +63,5 @@ class Adam8bit : public Adam8bitOptimizer<Adam8bit, Adam8bitOptions> {
 }  // namespace gradaccum::optim
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/optimizers/optim.ipp>
+#include <gradaccum/impl/optimizers/adam8bit.ipp>
 #endif

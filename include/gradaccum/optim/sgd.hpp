@@ -25,16 +25,21 @@ using SGDOptions = torch::optim::SGDOptions;
 /// gradients on a device need no dense copy without momentum, weight decay and stochastic rounding.
 ///
 /// @note Does not synchronize.
-class SGD : public OnePassOptimizer<SGD, torch::optim::SGD, torch::optim::SGDParamState> {
+class SGD : public ElementOptimizer<SGD, torch::optim::SGD, SGDOptions, torch::optim::SGDParamState> {
  public:
   static constexpr const char* name = "SGD";
 
-  using OnePassOptimizer::OnePassOptimizer;  // takes parameters or groups of them, and options
+  using ElementOptimizer::ElementOptimizer;  // takes parameters or groups of them, and options
 
+  /// Returns false if dampening applies to a first momentum, which is undampened: the host must know if it exists.
   GRADACCUM_INLINE bool judges_on_device(const Gradients& gradients) const override;
 
  private:
-  GRADACCUM_INLINE void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
+  friend ElementOptimizer;
+  static detail::SgdStep next_step(const SGDOptions& options, const torch::optim::SGDParamState& state) {
+    return {options.lr(),           options.momentum(), options.dampening(),
+            options.weight_decay(), options.nesterov(), /*first=*/!state.momentum_buffer().defined()};
+  }
 };
 
 }  // namespace gradaccum::optim
@@ -42,5 +47,5 @@ class SGD : public OnePassOptimizer<SGD, torch::optim::SGD, torch::optim::SGDPar
 #undef GRADACCUM_INLINE
 
 #ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/optimizers/optim.ipp>
+#include <gradaccum/impl/optimizers/sgd.ipp>
 #endif

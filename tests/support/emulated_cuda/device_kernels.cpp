@@ -10,7 +10,6 @@
 #include "streams.hpp"
 
 #include <gradaccum/detail/kernels/device/launch.hpp>
-#include <gradaccum/detail/kernels/numbers.hpp>
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
@@ -54,7 +53,9 @@ void to_host(DeviceMultiplier& by) {
 }
 
 void to_host(SteppedElements& tensor) {
-  for (auto& array : tensor.arrays) to_host(array);
+  to_host(tensor.parameter);
+  to_host(tensor.gradient);
+  for (auto& array : tensor.state) to_host(array);
 }
 
 void to_host(SquaredTensor& tensor) { to_host(tensor.numbers); }
@@ -75,8 +76,7 @@ void to_host(AdafactorLaunch& launch) {
   to_host(launch.tensors);
 }
 
-template <class Settings>
-void to_host(StepLaunch<Settings>& launch) {
+void to_host(StepLaunch& launch) {
   to_host(launch.by);
   to_host(launch.tensors);
 }

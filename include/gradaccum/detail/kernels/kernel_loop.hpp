@@ -2,8 +2,7 @@
 #pragma once
 
 #include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/kernels/dense.hpp>
-#include <gradaccum/detail/kernels/numbers.hpp>
+#include <gradaccum/detail/kernels/steps.hpp>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
@@ -12,7 +11,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 namespace gradaccum::detail {
@@ -75,92 +73,12 @@ InstructionSet instruction_set();
 /// Returns those that this processor has, up to the best.
 std::vector<InstructionSet> instruction_sets();
 
-/// Updates elements [from, from + count) of a parameter. With 8-bit moments `from` is a multiple of the block size, and
-/// so is `count` except at the end of an array.
-template <class Operand>
-using Kernel = void(const Operand&, std::int64_t from, std::int64_t count);
-
-/// The passes of a step; see adafactor_passes.inl.
-struct AdafactorKernels {
-  void (*sums)(const AdafactorOperand&, std::int64_t from_row, std::int64_t to_row, std::int64_t part);
-  void (*factors)(const AdafactorOperand&, std::int64_t matrix);
-  double (*update_squares)(const AdafactorOperand&, std::int64_t from_row, std::int64_t to_row);
-  double (*vector_squares)(const AdafactorOperand&, std::int64_t from, std::int64_t to);
-  void (*move)(const AdafactorOperand&, std::int64_t from, std::int64_t to);
-};
-
-using SumOfSquares = double (*)(const void* numbers, std::int64_t count);
-
-/// Returns the kernel for two dtypes. `rounded`: rounds bfloat16 parameters stochastically.
-template <class Result>
-using ForTypes = Result (*)(at::ScalarType parameter, at::ScalarType gradient, bool rounded);
-
-/// The kernels of one instruction set.
-struct Kernels {
-  SumOfSquares (*sum_of_squares)(at::ScalarType dtype);
-  ForTypes<Kernel<SgdOperand>*> sgd;
-  ForTypes<Kernel<AdamOperand>*> adam;
-  ForTypes<Kernel<Adam8bitOperand>*> adam8bit;
-  ForTypes<AdafactorKernels> adafactor;
-};
-
-/// Returns one kernel: `kernel_of<&Kernels::adam>()`. A program contains only the kernels that it names.
-template <auto kernel>
-std::remove_cvref_t<decltype(std::declval<Kernels>().*kernel)> kernel_of(InstructionSet set = instruction_set());
-
+AdafactorKernels adafactor_kernels(at::ScalarType parameter, at::ScalarType gradient, bool rounded,
+                                   InstructionSet set = instruction_set());
 /// Kernels for rows so short that padding a vector takes longer than a loop over single numbers.
 AdafactorKernels narrow_adafactor_kernels(at::ScalarType parameter, at::ScalarType gradient, bool rounded);
 
-/// Runs kernels over all CPU parameters in one parallel loop, or in several if many parameters must be copied.
-template <class Operand>
-class KernelLoop {
- public:
-  /// Constructs a loop whose kernels get a multiple of `alignment` elements, except at the end of an array.
-  explicit KernelLoop(std::size_t size, std::int64_t alignment = ElementLoop::cache_line)
-      : alignment_(alignment), loop_(alignment) {
-    steps_.reserve(size);
-  }
-
-  void add(Operand operand, ForTypes<Kernel<Operand>*> kernel_for, const at::Tensor& parameter,
-           const at::Tensor& gradient, std::optional<std::uint64_t> rounding_key) {
-    const auto dtype = parameter.scalar_type() == at::kComplexHalf ? state_type(parameter) : parameter.scalar_type();
-    const auto stepped = in_order_of(plain_layout_of(parameter), parameter, dtype);
-    const auto read = in_reach(gradient, parameter, operand.numbers.multiplier);
-    const auto ordered = in_order_of(stepped, read, gradient_type(stepped, read));
-    const auto p = as_real(stepped), g = as_real(ordered);
-    operand.parameter = p.mutable_data_ptr();
-    operand.gradient = g.const_data_ptr();
-    operand.rounding_key = rounding_key.value_or(0);
-    auto* const kernel = kernel_for(p.scalar_type(), g.scalar_type(), rounding_key.has_value());
-    steps_.push_back({parameter, stepped, ordered, operand, kernel});
-    loop_.add(p.numel());
-    copied_ += (stepped.is_same(parameter) ? 0 : parameter.numel()) + (ordered.is_same(read) ? 0 : gradient.numel());
-    if (copied_ > most_copied) run();
-  }
-
-  void run() {
-    loop_.run([this](std::size_t i, std::int64_t from, std::int64_t count, std::int64_t) {
-      steps_[i].kernel(steps_[i].operand, from, count);
-    });
-    for (auto& step : steps_) write_back(step.parameter, step.stepped);
-    loop_ = ElementLoop(alignment_);
-    steps_.clear();
-    copied_ = 0;
-  }
-
- private:
-  struct Step {
-    at::Tensor parameter;
-    at::Tensor stepped, gradient;  ///< plain and of equal order: the parameter and its gradient, or copies
-    Operand operand;
-    Kernel<Operand>* kernel;
-  };
-
-  std::int64_t alignment_;
-  ElementLoop loop_;
-  std::vector<Step> steps_;
-  std::int64_t copied_ = 0;
-};
+SumOfSquares sum_of_squares_of(at::ScalarType dtype, InstructionSet set = instruction_set());
 
 bool can_be_summed_here(const at::Tensor& tensor);
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <gradaccum/detail/kernels/dense.hpp>
+#include <gradaccum/detail/kernels/device/launch.hpp>
 #include <gradaccum/detail/window/multiplier.hpp>
 
 #include <ATen/core/Tensor.h>
@@ -106,6 +107,13 @@ struct StepPart {
   Step step;
   Extent extent;
 };
+
+/// Returns the dtypes of the kernel to call.
+template <class Step>
+OperandTypes types_of(const Step& step) {
+  return {at::toRealValueType(step.parameter.scalar_type()),
+          at::toRealValueType(gradient_type(step.parameter, step.gradient)), step.rounding_key.has_value()};
+}
 
 /// Returns `found_inf` on `device`, for operations that skip a step by themselves; nothing if the device never skips
 /// it.

@@ -2,11 +2,16 @@
 #pragma once
 
 #include <gradaccum/detail/build/inline.hpp>
-#include <gradaccum/detail/optimizers/steps.hpp>
 
 #include <ATen/core/Tensor.h>
 
 namespace gradaccum::detail {
+
+/// A tensor of 8-bit moments: a code for each element, in the parameter's memory order, and the largest magnitude of
+/// each block of `eight_bit_block` elements.
+struct Codes {
+  at::Tensor codes, scales;
+};
 
 /// Returns the codes' values in float32. Works on any device.
 at::Tensor decoded(const Codes& moments, bool is_signed);

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/optimizers/steps.hpp>
 #include <gradaccum/detail/state/pieces.hpp>
 #include <gradaccum/gradients.hpp>
 
 #include <ATen/core/Tensor.h>
-#include <torch/arg.h>
 #include <torch/optim/optimizer.h>
+#include <torch/optim/sgd.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -23,9 +25,40 @@
 #include <gradaccum/impl/begin.ipp>
 
 namespace gradaccum::detail {
-class GradientOf;
-class StepPlan;
-struct Multiplier;
+/// Finds the gradient of a parameter: its own, or the one in a window.
+class GradientOf {
+ public:
+  GradientOf() = default;
+  explicit GradientOf(const Gradients& gradients) : of_window_(true), raw_(gradients.raw()) {
+    const auto parameters = gradients.parameters();
+    for (std::size_t i = 0; i < raw_.size(); ++i) index_.emplace(parameters[i].unsafeGetTensorImpl(), i);
+  }
+
+  bool empty() const { return raw_.empty(); }  ///< true if a window has no gradients
+  const at::Tensor& operator()(const at::Tensor& parameter) const {
+    if (!of_window_) return parameter.grad();
+    const auto found = index_.find(parameter.unsafeGetTensorImpl());
+    return found == index_.end() ? none_ : raw_[found->second];
+  }
+
+ private:
+  bool of_window_ = false;
+  std::vector<at::Tensor> raw_;
+  std::unordered_map<const void*, std::size_t> index_;
+  at::Tensor none_;
+};
+
+/// The tensors of a parameter's state in the order of its step, and its count of steps, if it has one.
+struct StateParts {
+  std::array<at::Tensor*, most_states> tensors{};
+  std::int64_t* step = nullptr;
+};
+inline StateParts parts_of_torch(torch::optim::SGDParamState& of) { return {{&of.momentum_buffer()}}; }
+template <class AdamState>
+StateParts parts_of_torch(AdamState& of) {
+  return {{&of.exp_avg(), &of.exp_avg_sq(), &of.max_exp_avg_sq()}, &of.step()};
+}
+
 std::function<void()> prepare_state_of(torch::optim::Optimizer& optimizer, const NamedParameters& parameters,
                                        NamedTensors tensors, bool lenient);
 }  // namespace gradaccum::detail
@@ -69,34 +102,39 @@ class OnePass : public TakesGradients {
   /// Steps with the parameters' own gradients.
   at::Tensor step_after(const torch::optim::Optimizer::LossClosure& closure);
   /// Runs steps that have been checked, after the steps that `plan` already has.
-  template <class... Step>
-  void run_steps(detail::StepPlan plan, const detail::Multiplier& multiplier, std::vector<Step>&... steps);
+  template <class Step>
+  void run_steps(detail::StepPlan plan, const detail::Multiplier& multiplier, std::vector<Step>& steps);
   bool rounds_any() const { return rounding_seed_.has_value(); }
   bool rounds(const at::Tensor& parameter) const { return rounds_any() && parameter.scalar_type() == at::kBFloat16; }
   /// Removes the steps that the device skipped from the counts. Synchronizes if it may have skipped any.
   void sync_step_count() const;
-  void set_rounded_steps(std::vector<std::int64_t> steps);
 
-  std::vector<std::int64_t> rounded_steps_;  // steps with random numbers, per parameter
+  // What this library adds to files of LibTorch's format.
+  void begin_saving() const;
+  void end_saving(torch::serialize::OutputArchive& archive) const;
+  void end_loading(torch::serialize::InputArchive& archive);
+
+  virtual torch::optim::Optimizer& itself() = 0;
+  virtual const char* class_name() const = 0;
+  virtual std::unique_ptr<torch::optim::OptimizerParamState> new_state() const = 0;
+  /// Returns true if the state counts steps.
+  virtual bool counts_steps() const = 0;
 
  private:
   friend std::function<void()> detail::prepare_state_of(torch::optim::Optimizer& optimizer,
                                                         const detail::NamedParameters& parameters,
                                                         detail::NamedTensors tensors, bool lenient);
 
-  virtual torch::optim::Optimizer& itself() = 0;
   const torch::optim::Optimizer& itself() const { return const_cast<OnePass&>(*this).itself(); }
-  virtual const char* class_name() const = 0;
-  virtual std::unique_ptr<torch::optim::OptimizerParamState> new_state() const = 0;
-  /// Returns true if the state counts steps.
-  virtual bool counts_steps() const = 0;
   /// Steps all parameters that have a gradient.
   virtual void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) = 0;
 
   void check_distinct();
   template <class Step>
   void set_rounding_keys(std::vector<Step>& steps, std::vector<std::int64_t>& rounded_steps) const;
+  void set_rounded_steps(std::vector<std::int64_t> steps);
 
+  std::vector<std::int64_t> rounded_steps_;               // steps with random numbers, per parameter
   std::vector<const void*> distinct_;                     // the parameters, which were checked to be distinct
   std::unordered_map<const void*, std::size_t> indices_;  // each parameter's index, counted across the groups
   std::optional<std::uint64_t> rounding_seed_;            // set by the program, and not a part of the state
@@ -104,125 +142,109 @@ class OnePass : public TakesGradients {
   mutable std::vector<at::Tensor> concerned_;             // the parameters of those steps
 };
 
-/// LibTorch's optimizer `Base` with another step: `Derived` has a `name`, and overrides `move`.
-template <class Derived, class Base, class State>
-class OnePassOptimizer : public Base, public OnePass {
+/// The steps of an optimizer whose elements do not depend on one another.
+class ElementSteps : public OnePass {
+ private:
+  virtual void check_options(const torch::optim::OptimizerOptions& options) const = 0;
+  /// Returns the settings of a parameter's next step.
+  virtual detail::AnyStep step_of(const torch::optim::OptimizerOptions& options, const at::Tensor& parameter,
+                                  const torch::optim::OptimizerParamState& state) const = 0;
+  virtual detail::StateParts parts_of(torch::optim::OptimizerParamState& state) const = 0;
+
+ protected:
+  GRADACCUM_INLINE void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
+};
+
+/// LibTorch's optimizer `Base` with the steps of `Core`. `Derived` has a `name`.
+template <class Derived, class Base, class State, class Core = OnePass>
+class OnePassOptimizer : public Base, public Core {
  public:
   using Base::Base;
 
-  using OnePass::step;
-  at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) override { return step_after(closure); }
+  using Core::step;
+  at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) override { return this->step_after(closure); }
   /// Returns false with stochastic rounding, which counts random numbers from a parameter's first element, and for
   /// derived classes, which may look at whole parameters.
-  bool steps_by_elements() const override { return typeid(*this) == typeid(Derived) && !rounds_any(); }
+  bool steps_by_elements() const override { return typeid(*this) == typeid(Derived) && !this->rounds_any(); }
 
-  void save(torch::serialize::OutputArchive& archive) const override;
-  void load(torch::serialize::InputArchive& archive) override;
+  void save(torch::serialize::OutputArchive& archive) const override {
+    this->begin_saving();
+    Base::save(archive);
+    this->end_saving(archive);
+  }
+  void load(torch::serialize::InputArchive& archive) override {
+    this->sync_step_count();
+    Base::load(archive);
+    this->end_loading(archive);
+  }
   std::map<std::string, at::Tensor> named_state(
       const torch::OrderedDict<std::string, at::Tensor>& parameters) const override {
     return OnePass::named_state(parameters);
   }
 
   /// Returns LibTorch's state. Through a `torch::optim::Optimizer&` its counts may include steps that a device skipped.
-  auto& state() { return sync_step_count(), Base::state(); }
-  const auto& state() const { return sync_step_count(), Base::state(); }
+  auto& state() { return this->sync_step_count(), Base::state(); }
+  const auto& state() const { return this->sync_step_count(), Base::state(); }
 
  protected:
-  using States = std::vector<std::pair<at::Tensor, State>>;
-
   /// Finds the state of a parameter; nullptr if there is none.
   const State* known_state(const at::Tensor& parameter) const {
     const auto known = this->state_.find(parameter.unsafeGetTensorImpl());
     return known == this->state_.end() ? nullptr : static_cast<const State*>(known->second.get());
   }
-  /// Calls `prepare(options, parameter, gradient, state)` for each parameter that has a gradient. `prepare` changes
-  /// copies of the states, which are returned for `set_states` after the steps.
-  template <class Options, class Prepare>
-  States states_after(const detail::GradientOf& gradient_of, const Prepare& prepare);
-  void set_states(States states);
-  /// Runs the step of Adam or AdamW.
-  template <class Options>
-  void move_as_adam(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier);
+  torch::optim::Optimizer& itself() override { return *this; }
+  const char* class_name() const override { return Derived::name; }
+  std::unique_ptr<torch::optim::OptimizerParamState> new_state() const override { return std::make_unique<State>(); }
 
  private:
   std::function<void()> take_named_state(const detail::NamedParameters& parameters, detail::NamedTensors state,
                                          bool lenient) override {
     return OnePass::take_named_state(parameters, std::move(state), lenient);
   }
-  torch::optim::Optimizer& itself() override { return *this; }
-  const char* class_name() const override { return Derived::name; }
-  std::unique_ptr<torch::optim::OptimizerParamState> new_state() const override { return std::make_unique<State>(); }
   bool counts_steps() const override {
-    return requires(State & state) { state.step(state.step()); };
+    if constexpr (requires { State::counts_steps; })
+      return State::counts_steps;
+    else
+      return requires(State state) { state.step(); };
   }
 };
 
-/// A parameter's state in an optimizer that LibTorch lacks: a step count and named tensors, undefined if absent.
-class OwnParamState : public torch::optim::OptimizerParamState {
-  TORCH_ARG(std::int64_t, step) = 0;
-
+/// LibTorch's optimizer `Base` with a step of single elements, whose settings `Derived::next_step(options, state)`
+/// returns.
+template <class Derived, class Base, class Options, class State>
+class ElementOptimizer : public OnePassOptimizer<Derived, Base, State, ElementSteps> {
  public:
-  virtual std::vector<std::pair<std::string, at::Tensor*>> tensors() = 0;
-  /// Throws if the state does not fit the parameter.
-  virtual void check(const at::Tensor& parameter) const = 0;
-
-  GRADACCUM_INLINE void serialize(torch::serialize::OutputArchive& archive) const override;
-  GRADACCUM_INLINE void serialize(torch::serialize::InputArchive& archive) override;
-};
-
-/// The groups and files of an optimizer that LibTorch lacks. `Derived` has `name` and `check(const Options&)`.
-template <class Derived, class Options, class State>
-class OwnGroups : public torch::optim::Optimizer {
- public:
-  explicit OwnGroups(const std::vector<torch::optim::OptimizerParamGroup>& groups, Options defaults = {});
-  explicit OwnGroups(std::vector<at::Tensor> parameters, Options defaults = {})
-      : OwnGroups({torch::optim::OptimizerParamGroup(std::move(parameters))}, std::move(defaults)) {}
-
-  /// Adds a group. As in LibTorch's optimizers, an option with its class's default value counts as not given, and takes
-  /// the optimizer's value.
-  void add_param_group(const torch::optim::OptimizerParamGroup& group);
-
-  void save(torch::serialize::OutputArchive& archive) const override;
-  void load(torch::serialize::InputArchive& archive) override;
-};
-
-/// An optimizer that LibTorch lacks.
-template <class Derived, class Options, class State>
-using OwnOptimizer = OnePassOptimizer<Derived, OwnGroups<Derived, Options, State>, State>;
-
-/// The moments of one parameter: 8-bit codes with their scales, or float tensors if the parameter is small.
-class Adam8bitParamState : public OwnParamState {
- public:
-  GRADACCUM_INLINE std::unique_ptr<torch::optim::OptimizerParamState> clone() const override;
-  GRADACCUM_INLINE std::vector<std::pair<std::string, at::Tensor*>> tensors() override;
-  GRADACCUM_INLINE void check(const at::Tensor& parameter) const override;
-  bool coded() const { return exp_avg.defined() && exp_avg.scalar_type() == at::kByte; }
-  /// Restores the memory order of codes from a file. Files are row-major, but scales belong to blocks in memory order.
-  void restore_order();
-
-  at::Tensor exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale;
-  at::Tensor order;  ///< the codes' dimensions by descending stride; undefined if they are row-major
-};
-
-/// The base of Adam8bit and AdamW8bit, which differ only in how they apply the weight decay.
-template <class Derived, class Options>
-class Adam8bitOptimizer : public OwnOptimizer<Derived, Options, Adam8bitParamState> {
- public:
-  using OwnOptimizer<Derived, Options, Adam8bitParamState>::OwnOptimizer;
-
-  static void check(const Options& options);
-
-  /// Keeps the moments of these parameters, for example of an embedding, in 32 bits. Call it before their first step.
-  void keep_in_32_bits(const std::vector<at::Tensor>& parameters);
+  using OnePassOptimizer<Derived, Base, State, ElementSteps>::OnePassOptimizer;
 
  private:
-  void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
-  /// Returns true for a parameter that was passed to `keep_in_32_bits`, and for a rank's piece of it if it is sharded.
-  bool keeps_in_32_bits(const at::Tensor& parameter) const;
-
-  std::vector<at::Tensor> in_32_bits_;  // set by the program, and not a part of the state
+  void check_options(const torch::optim::OptimizerOptions& options) const override {
+    if constexpr (requires(const Options& of) { Derived::check(of); })
+      Derived::check(static_cast<const Options&>(options));
+  }
+  detail::AnyStep step_of(const torch::optim::OptimizerOptions& options, [[maybe_unused]] const at::Tensor& parameter,
+                          const torch::optim::OptimizerParamState& state) const override {
+    const auto& itself = static_cast<const Derived&>(*this);
+    const auto& of_group = static_cast<const Options&>(options);
+    [[maybe_unused]] const auto& so_far = static_cast<const State&>(state);
+    if constexpr (requires { itself.next_step(of_group); })
+      return itself.next_step(of_group);
+    else if constexpr (requires { itself.next_step(of_group, so_far); })
+      return itself.next_step(of_group, so_far);
+    else
+      return itself.next_step(of_group, so_far, parameter);
+  }
+  detail::StateParts parts_of(torch::optim::OptimizerParamState& state) const override {
+    if constexpr (requires(State of) { of.parts(); })
+      return static_cast<State&>(state).parts();
+    else
+      return detail::parts_of_torch(static_cast<State&>(state));
+  }
 };
 
 }  // namespace gradaccum::optim
 
 #undef GRADACCUM_INLINE
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/impl/optimizers/one_pass.ipp>
+#endif

@@ -9,6 +9,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/FunctionRef.h>
+#include <torch/arg.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
@@ -16,6 +17,30 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
+
+#include <gradaccum/impl/begin.ipp>
+
+namespace gradaccum::optim {
+
+/// A parameter's state in an optimizer that LibTorch lacks: a step count and named tensors, undefined if absent.
+class OwnParamState : public torch::optim::OptimizerParamState {
+  TORCH_ARG(std::int64_t, step) = 0;
+
+ public:
+  virtual bool counts() const { return true; }  ///< true if the step count is a part of the state
+  virtual std::vector<std::pair<std::string, at::Tensor*>> tensors() = 0;
+  /// Throws if the state does not fit the parameter.
+  virtual void check(const at::Tensor& parameter) const = 0;
+
+  GRADACCUM_INLINE void serialize(torch::serialize::OutputArchive& archive) const override;
+  GRADACCUM_INLINE void serialize(torch::serialize::InputArchive& archive) override;
+};
+
+}  // namespace gradaccum::optim
+
+#undef GRADACCUM_INLINE
 
 namespace gradaccum::detail {
 

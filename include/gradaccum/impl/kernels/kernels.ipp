@@ -354,32 +354,41 @@ namespace avx2 = portable;
 namespace avx512 = portable;
 #endif
 
-template <auto kernel>
-std::remove_cvref_t<decltype(std::declval<Kernels>().*kernel)> kernel_of(InstructionSet set) {
+/// Calls `select` with the kernels of an instruction set.
+template <class Select>
+auto kernels_in(InstructionSet set, at::ScalarType parameter, at::ScalarType gradient, bool rounded,
+                const Select& select) {
   switch (set) {
     case InstructionSet::avx512:
-      return avx512::kernels.*kernel;
+      return select(avx512::Kernels{parameter, gradient, rounded});
     case InstructionSet::avx2:
-      return avx2::kernels.*kernel;
+      return select(avx2::Kernels{parameter, gradient, rounded});
     case InstructionSet::neon:
-      return neon::kernels.*kernel;
+      return select(neon::Kernels{parameter, gradient, rounded});
     case InstructionSet::portable:
       break;
   }
-  return portable::kernels.*kernel;
+  return select(portable::Kernels{parameter, gradient, rounded});
 }
-#ifdef GRADACCUM_COMPILED
-template SumOfSquares (*kernel_of<&Kernels::sum_of_squares>(InstructionSet))(at::ScalarType);
-template ForTypes<Kernel<SgdOperand>*> kernel_of<&Kernels::sgd>(InstructionSet);
-template ForTypes<Kernel<AdamOperand>*> kernel_of<&Kernels::adam>(InstructionSet);
-template ForTypes<Kernel<Adam8bitOperand>*> kernel_of<&Kernels::adam8bit>(InstructionSet);
-template ForTypes<AdafactorKernels> kernel_of<&Kernels::adafactor>(InstructionSet);
-#endif
+
+template <class Step>
+Kernel* kernel_of(at::ScalarType parameter, at::ScalarType gradient, bool rounded, InstructionSet set) {
+  return kernels_in(set, parameter, gradient, rounded, [](const auto& of) { return of.template step<Step>(); });
+}
+
+GRADACCUM_INLINE AdafactorKernels adafactor_kernels(at::ScalarType parameter, at::ScalarType gradient, bool rounded,
+                                                    InstructionSet set) {
+  return kernels_in(set, parameter, gradient, rounded, [](const auto& of) { return of.adafactor(); });
+}
 
 GRADACCUM_INLINE AdafactorKernels narrow_adafactor_kernels(at::ScalarType parameter, at::ScalarType gradient,
                                                            bool rounded) {
   using Narrow = portable::AdafactorIn<portable::Lanes<float, 1>, portable::Lanes<double, 1>>;
   return portable::of_types<AdafactorKernels(), Narrow::OfTypes>(parameter, gradient, rounded)();
+}
+
+GRADACCUM_INLINE SumOfSquares sum_of_squares_of(at::ScalarType dtype, InstructionSet set) {
+  return kernels_in(set, dtype, dtype, false, [](const auto& of) { return of.sum_of_squares(); });
 }
 
 GRADACCUM_INLINE bool can_be_summed_here(const at::Tensor& tensor) {
@@ -400,14 +409,14 @@ GRADACCUM_INLINE double sum_of_squares_of_rows(const SquaredNumbers& of, std::in
     std::copy_n(values + ((row - begin) * width + first - *row * width) * size, (last - first) * size,
                 numbers.data() + (first - from) * size);
   }
-  return numbers.empty() ? 0 : kernel_of<&Kernels::sum_of_squares>()(of.values.scalar_type())(numbers.data(), count);
+  return numbers.empty() ? 0 : sum_of_squares_of(of.values.scalar_type())(numbers.data(), count);
 }
 
 GRADACCUM_INLINE double sum_of_squares_of_part(const SquaredNumbers& of, std::int64_t from, std::int64_t count) {
   if (of.rows.defined()) return sum_of_squares_of_rows(of, from, count);
   const auto* const begin = static_cast<const char*>(of.values.const_data_ptr());
   const auto* const first = begin + from * static_cast<std::int64_t>(of.values.element_size());
-  return kernel_of<&Kernels::sum_of_squares>()(of.values.scalar_type())(first, count);
+  return sum_of_squares_of(of.values.scalar_type())(first, count);
 }
 
 GRADACCUM_INLINE std::vector<double> sums_of_squares(const std::vector<SquaredNumbers>& all) {

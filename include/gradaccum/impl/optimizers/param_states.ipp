@@ -5,7 +5,6 @@
 #include <gradaccum/detail/optimizers/param_states.hpp>
 
 #include <gradaccum/detail/kernels/dynamic_map.hpp>
-#include <gradaccum/detail/optimizers/one_pass.hpp>
 #include <gradaccum/detail/types/types.hpp>
 
 #include <ATen/core/ivalue.h>
@@ -58,7 +57,8 @@ GRADACCUM_INLINE ParamStateParts parts_of(torch::optim::OptimizerParamState& sta
     return {{{"exp_avg", &of.exp_avg()}, {"exp_avg_sq", &of.exp_avg_sq()}, {"max_exp_avg_sq", &of.max_exp_avg_sq()}},
             &of.step()};
   };
-  if (auto* const own = dynamic_cast<optim::OwnParamState*>(&state)) return {own->tensors(), &own->step(), own};
+  if (auto* const own = dynamic_cast<optim::OwnParamState*>(&state))
+    return {own->tensors(), own->counts() ? &own->step() : nullptr, own};
   if (auto* const of_adam = dynamic_cast<AdamParamState*>(&state)) return adam(*of_adam);
   if (auto* const of_adamw = dynamic_cast<AdamWParamState*>(&state)) return adam(*of_adamw);
   if (auto* const sgd = dynamic_cast<SGDParamState*>(&state)) return {{{"momentum_buffer", &sgd->momentum_buffer()}}};
@@ -261,13 +261,6 @@ GRADACCUM_INLINE Archive::Values options_of(torch::optim::Optimizer& optimizer) 
 GRADACCUM_INLINE void set_options(torch::optim::Optimizer& optimizer, Archive::Values options) {
   Archive archive(std::move(options));
   archive_groups(archive, optimizer);
-}
-
-GRADACCUM_INLINE void check_has_named_state(torch::optim::Optimizer& optimizer, const NamedParameters& parameters) {
-  TORCH_CHECK(
-      dynamic_cast<optim::OnePass*>(&optimizer) || new_state_of(optimizer), "OptimizerState: ", type_name(optimizer),
-      " must be an optimizer of LibTorch or gradaccum, except LBFGS, or have a member void state(ga::Archive&)");
-  for_each_parameter(optimizer, [name_of = NameOf(parameters)](const at::Tensor& parameter) { name_of(parameter); });
 }
 
 }  // namespace gradaccum::detail

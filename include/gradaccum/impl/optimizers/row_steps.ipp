@@ -2,7 +2,7 @@
 // Prepares steps, and runs those of a table by the rows that have had a gradient.
 #pragma once
 
-#include <gradaccum/detail/optimizers/row_steps.hpp>
+#include <gradaccum/detail/optimizers/steps.hpp>
 
 #include <gradaccum/detail/kernels/dense.hpp>
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
@@ -20,7 +20,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include <gradaccum/impl/begin.ipp>
@@ -35,16 +35,15 @@ GRADACCUM_INLINE double host_number(const Multiplier& multiplier) {
 /// added to the gradient, since it gives all rows moments. False for multipliers that do not keep zeros, with which the
 /// dense step would change the other rows, too: NaN, infinity (also after conversion to float32, in which kernels
 /// compute) and negative numbers, which give -0. Rows of 8-bit moments must be whole blocks.
-template <class Step>
-bool steps_by_rows(const Step& step, const Multiplier& multiplier) {
+GRADACCUM_INLINE bool steps_by_rows(const ElementStep& step, const Multiplier& multiplier) {
   const auto &parameter = step.parameter, &gradient = step.gradient;
   if (!gradient.is_sparse() || gradient.sparse_dim() != 1 || !parameter.is_cpu() || parameter.numel() == 0)
     return false;
   if (!is_plain(parameter) || !parameter.is_contiguous() || parameter.is_complex() || gradient.is_complex())
     return false;
   if (parameter.size(0) > std::numeric_limits<std::int32_t>::max()) return false;
-  if (std::is_same_v<Step, Adam8bitStep> && parameter.numel() / parameter.size(0) % eight_bit_block != 0) return false;
-  if (numbers_of(step.settings, 1.0).weight_decay != 0) return false;
+  if (step.settings.is_coded() && parameter.numel() / parameter.size(0) % eight_bit_block != 0) return false;
+  if (step.settings.decays_gradient) return false;
   const double by = host_number(multiplier);
   const double most =
       state_type(parameter) == at::kDouble ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
@@ -174,9 +173,9 @@ class StepRows {
   std::vector<std::int32_t> moments_, values_;  // by row of the table: its index in `rows_` and in the gradient, or -1
 };
 
-template <class Step>
-at::Tensor state_tensor(const Step& step, const at::Tensor& moments) {
-  return step.rows ? step.rows->state_of(moments, step.parameter) : moments;
+GRADACCUM_INLINE at::Tensor stored_state(const ElementStep& step, std::size_t i) {
+  const bool by_rows = step.rows && i < step.settings.states;
+  return by_rows ? step.rows->state_of(step.state[i], step.parameter) : step.state[i];
 }
 
 /// Returns a step's rows, and replaces the moments by their values. If one is dense, all become so: rows are shared.
@@ -189,33 +188,58 @@ GRADACCUM_INLINE std::shared_ptr<const StepRows> rows_of(const at::Tensor& param
   return rows;
 }
 
-/// Prepares float moments for a step by rows if that is possible, else for a dense one, with a dense gradient.
-template <class Step>
-void prepare_moments(Step& step, std::vector<Moments> moments, const Multiplier& multiplier) {
+/// Prepares the rows of float state.
+GRADACCUM_INLINE void prepare_rows(ElementStep& step) {
   const auto& parameter = step.parameter;
-  if (!steps_by_rows(step, multiplier)) {
-    if (step.gradient.is_sparse()) step.gradient = step.gradient.to_dense();
-    for (auto& of : moments) of.tensor = checked_state(dense_of(of.tensor), parameter, of.name);
-    return;
-  }
-  for (auto& [tensor, name, type, per_row, zero] : moments) {
-    TORCH_CHECK(!tensor.defined() || !tensor.is_sparse() ||
-                    (tensor.sparse_dim() == 1 && tensor.sizes() == parameter.sizes() && tensor.is_cpu()),
+  std::vector<Moments> moments;
+  for (std::size_t i = 0; i < step.settings.states; ++i) {
+    auto& state = step.state[i];
+    const auto* const name = step.settings.name_of_state(i);
+    TORCH_CHECK(!state.defined() || !state.is_sparse() ||
+                    (state.sparse_dim() == 1 && state.sizes() == parameter.sizes() && state.is_cpu()),
                 "optimizer state: ", name, " must have the shape and device of its parameter, ", parameter.sizes(),
-                ", got rows of ", tensor.sizes());
-    if (tensor.defined() && !tensor.is_sparse()) tensor = checked_state(tensor, parameter, name);
-    type = state_type(parameter);
-    per_row = parameter.numel() / parameter.size(0);
+                ", got rows of ", state.sizes());
+    if (state.defined() && !state.is_sparse()) state = checked_state(state, parameter, name);
+    moments.push_back({state, name, state_type(parameter), parameter.numel() / parameter.size(0)});
   }
   step.rows = rows_of(parameter, step.gradient, moments);
 }
 
-/// Returns true if rows with neither a gradient nor moments change, too: by decoupled weight decay, and by an eps that
-/// is 0 or denormal in float32, which turns them into NaN.
-GRADACCUM_INLINE bool moves_all_rows(const AdamSettings& by) {
-  return (by.decoupled && by.lr * by.weight_decay != 0) || by.eps < std::numeric_limits<float>::min();
+/// Prepares 8-bit moments.
+GRADACCUM_INLINE void prepare_codes(ElementStep& step, bool by_rows) {
+  const auto& parameter = step.parameter;
+  auto& state = step.state;
+  for (std::size_t i = 0; i < 2; ++i) {
+    const bool is_signed = i == 0;
+    const Codes moments{state[i], state[2 + i]};
+    if (by_rows && !(moments.codes.defined() && !moments.codes.is_sparse())) continue;
+    auto checked = checked_state(dense_of(moments, is_signed), parameter, is_signed, Adam8bitStep::state[i]);
+    state[i] = std::move(checked.codes);
+    state[2 + i] = std::move(checked.scales);
+  }
+  if (!by_rows) return;
+  const auto width = parameter.numel() / parameter.size(0), scales = width / eight_bit_block;
+  const auto* const names = Adam8bitStep::state;
+  step.rows = rows_of(parameter, step.gradient,
+                      {{state[0], names[0], at::kByte, width, zero_code},
+                       {state[1], names[1], at::kByte, width},
+                       {state[2], names[2], at::kFloat, scales},
+                       {state[3], names[3], at::kFloat, scales}});
 }
-GRADACCUM_INLINE bool moves_all_rows(const SgdSettings&) { return false; }
+
+GRADACCUM_INLINE void prepare(ElementStep& step, const Multiplier& multiplier) {
+  const bool by_rows = steps_by_rows(step, multiplier);
+  const auto used = step.settings.states;
+  if (step.settings.is_coded())
+    prepare_codes(step, by_rows);
+  else if (by_rows)
+    prepare_rows(step);
+  else
+    for (std::size_t i = 0; i < used; ++i)
+      step.state[i] = checked_state(dense_of(step.state[i]), step.parameter, step.settings.name_of_state(i));
+  for (auto i = used; i < most_states; ++i) step.state[i] = dense_of(step.state[i]);
+  if (!by_rows && step.gradient.is_sparse()) step.gradient = step.gradient.to_dense();
+}
 
 /// Returns the address from which kernels count: the table's first, if the `index`-th row in memory is its `row`-th.
 template <class T>
@@ -224,69 +248,29 @@ T* first_of_table(T* memory, std::int64_t index, std::int64_t row, std::int64_t 
   return reinterpret_cast<T*>(address + static_cast<std::uintptr_t>((index - row) * bytes));
 }
 
-template <class Step>
-void step_rows(const Step& step, typename Step::Operand operand) {
+GRADACCUM_INLINE void step_rows(const ElementStep& step, Operand operand) {
   const auto& parameter = step.parameter;
-  auto gradient = in_reach(step.rows->gradient(), parameter, operand.numbers.multiplier);
+  auto gradient = in_reach(step.rows->gradient(), parameter, operand.multiplier);
   gradient = gradient.to(gradient_type(parameter, gradient)).contiguous();
   const auto width = parameter.numel() / parameter.size(0);
   const auto none = at::zeros({width}, gradient.options());
-  auto* const kernel =
-      kernel_of<Step::cpu_kernel>()(parameter.scalar_type(), gradient.scalar_type(), step.rounding_key.has_value());
+  auto* const kernel = step.kernel(parameter.scalar_type(), gradient.scalar_type());
   operand.parameter = parameter.mutable_data_ptr();
-  operand.rounding_key = step.rounding_key.value_or(0);
   const auto bytes = static_cast<std::int64_t>(gradient.element_size()) * width;
   const void* const values = gradient.const_data_ptr();
   const void* const zeros = none.const_data_ptr();
-  step.rows->run(moves_all_rows(step.settings), [&](const StepRows::Row& row) {
+  const auto states = step.settings.states;
+  step.rows->run(step.settings.changes_zeros, [&](const StepRows::Row& row) {
     auto of_row = operand;
     of_row.gradient = row.gradient < 0 ? first_of_table(zeros, 0, row.number, bytes)
                                        : first_of_table(values, row.gradient, row.number, bytes);
-    for_each_state(step, of_row, [&](auto*& place, const at::Tensor* state) {
-      if (state) place = first_of_table(place, row.moments, row.number, state->element_size() * state->size(1));
-    });
+    for (std::size_t i = 0; i < states; ++i) {
+      const auto per_row = step.state[i].element_size() * step.state[i].size(1);
+      of_row.state[i] = first_of_table(operand.state[i], row.moments, row.number, per_row);
+    }
     kernel(of_row, row.number * width, width);
   });
   write_back(parameter, parameter);
-}
-
-GRADACCUM_INLINE AdamStep prepared(AdamStep step, const Multiplier& multiplier) {
-  std::vector<Moments> moments{{step.exp_avg, "exp_avg"}, {step.exp_avg_sq, "exp_avg_sq"}};
-  if (step.settings.amsgrad)
-    moments.push_back({step.max_exp_avg_sq, "max_exp_avg_sq"});
-  else
-    step.max_exp_avg_sq = dense_of(step.max_exp_avg_sq);
-  prepare_moments(step, moments, multiplier);
-  return step;
-}
-
-GRADACCUM_INLINE SgdStep prepared(SgdStep step, const Multiplier& multiplier) {
-  std::vector<Moments> moments;
-  if (step.settings.momentum != 0) moments.push_back({step.momentum_buffer, "momentum_buffer"});
-  prepare_moments(step, moments, multiplier);
-  return step;
-}
-
-GRADACCUM_INLINE Adam8bitStep prepared(Adam8bitStep step, const Multiplier& multiplier) {
-  const auto& parameter = step.parameter;
-  const bool by_rows = steps_by_rows(step, multiplier);
-  const auto prepare = [&](Codes& moments, bool is_signed, const char* name) {
-    if (!by_rows || (moments.codes.defined() && !moments.codes.is_sparse()))
-      moments = checked_state(dense_of(moments, is_signed), parameter, is_signed, name);
-  };
-  prepare(step.exp_avg, true, "exp_avg");
-  prepare(step.exp_avg_sq, false, "exp_avg_sq");
-  if (by_rows) {
-    const auto width = parameter.numel() / parameter.size(0), scales = width / eight_bit_block;
-    step.rows = rows_of(parameter, step.gradient,
-                        {{step.exp_avg.codes, "exp_avg", at::kByte, width, zero_code},
-                         {step.exp_avg.scales, "exp_avg_scale", at::kFloat, scales},
-                         {step.exp_avg_sq.codes, "exp_avg_sq", at::kByte, width},
-                         {step.exp_avg_sq.scales, "exp_avg_sq_scale", at::kFloat, scales}});
-  } else if (step.gradient.is_sparse()) {
-    step.gradient = step.gradient.to_dense();
-  }
-  return step;
 }
 
 }  // namespace gradaccum::detail

@@ -613,3 +613,8 @@ struct AdafactorPasses {
     move(launch, tensors.blocks, stream);
   }
 };
+
+inline void run_adafactor(const AdafactorLaunch& launch, const OperandTypes& types, void* stream) {
+  using Function = void(const AdafactorLaunch&, void*);
+  of_types<Function, AdafactorPasses>(types.parameter, types.gradient, types.rounded)(launch, stream);
+}

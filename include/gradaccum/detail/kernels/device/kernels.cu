@@ -2,7 +2,6 @@
 // Defines the kernels for CUDA devices. Compiled without contraction to fused multiply-adds, to round as on the CPU.
 
 #include <gradaccum/detail/kernels/device/launch.hpp>
-#include <gradaccum/detail/kernels/numbers.hpp>
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Exception.h>

@@ -181,8 +181,14 @@ GRADACCUM_ON_DEVICE double sum_of(const T* numbers, std::int64_t from, std::int6
   return sum;
 }
 
+/// The arithmetic of a step, for a kind of vectors.
+template <class Step, class Vector>
+struct Arithmetic;
+#define GRADACCUM_ARITHMETIC
+#include <gradaccum/detail/kernels/steps/all.inl>
+#undef GRADACCUM_ARITHMETIC
+
 // kernels shared with the CPU:
-#include <gradaccum/detail/kernels/simd/adafactor.inl>
 #include <gradaccum/detail/kernels/simd/eight_bit.inl>
 #include <gradaccum/detail/kernels/simd/elementwise.inl>
 // thread blocks that run them:
@@ -191,10 +197,8 @@ GRADACCUM_ON_DEVICE double sum_of(const T* numbers, std::int64_t from, std::int6
 // files that use those above:
 #include <gradaccum/detail/kernels/device/adafactor.inl>
 
-inline constexpr DeviceKernels all_kernels{.sgd = run_of_types<StepLaunch<SgdSettings>, SgdBlock>,
-                                           .adam = run_of_types<StepLaunch<AdamSettings>, AdamBlock>,
-                                           .adam8bit = run_of_types<StepLaunch<Adam8bitSettings>, Adam8bitBlock>,
-                                           .adafactor = run_of_types<AdafactorLaunch, AdafactorPasses>,
+inline constexpr DeviceKernels all_kernels{.steps = run_steps(std::type_identity<Steps>()),
+                                           .adafactor = run_adafactor,
                                            .l2_norms = run_l2_norms,
                                            .window_norm = run_one<WindowNormBlock>,
                                            .update_scale = run_one<ScaleBlock>};

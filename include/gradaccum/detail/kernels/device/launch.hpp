@@ -2,7 +2,7 @@
 #pragma once
 
 #include <gradaccum/detail/kernels/dynamic_map.hpp>
-#include <gradaccum/detail/kernels/numbers.hpp>
+#include <gradaccum/detail/kernels/steps.hpp>
 
 #include <c10/core/ScalarType.h>
 
@@ -68,28 +68,20 @@ struct DeviceMultiplier {
 
 /// Elements [from, from + count) of a tensor to be stepped.
 struct SteppedElements {
-  /// Dense arrays in the order of the kernel's operand. Parameter and gradient start at `from`, states at element 0.
-  std::array<void*, 6> arrays;
+  void* parameter;  ///< this and the gradient start at `from`, states at element 0
+  const void* gradient;
+  std::array<void*, most_states> state;
   std::int64_t from, count;
   std::uint64_t rounding_key;
 
   GRADACCUM_ON_DEVICE std::int64_t blocks() const { return blocks_of_elements(count); }
 };
 
-/// Adam's settings together with the tables of the 8-bit codes, which are passed with each launch.
-struct Adam8bitSettings : AdamSettings {
-  DynamicTables maps[2];  ///< for signed numbers and for second moments
-};
-
-template <class Settings>
 struct StepLaunch {
-  StepLaunch(const Settings& settings_of_step, const DeviceMultiplier& multiplier)
-      : settings(settings_of_step), numbers(numbers_of(settings_of_step, 1.0)), by(multiplier) {}
-
-  Settings settings;
-  /// Made from `settings`; the device recomputes them only if steps were skipped.
-  decltype(numbers_of(Settings(), 1.0)) numbers;
+  Plain settings;
+  Plain numbers;  ///< made from the settings; the device recomputes them only if steps were skipped
   DeviceMultiplier by;
+  DynamicTables maps[2];  ///< for 8-bit moments: for signed numbers, and for second moments
   Tensors<SteppedElements, 400> tensors;
 };
 
@@ -276,9 +268,8 @@ struct OperandTypes {
 
 /// The device kernels. Each function launches one or more kernels on `stream`, on its device, and does not wait.
 struct DeviceKernels {
-  void (*sgd)(const StepLaunch<SgdSettings>&, const OperandTypes&, void* stream);
-  void (*adam)(const StepLaunch<AdamSettings>&, const OperandTypes&, void* stream);
-  void (*adam8bit)(const StepLaunch<Adam8bitSettings>&, const OperandTypes&, void* stream);
+  using Step = void(const StepLaunch&, const OperandTypes&, void* stream);
+  std::array<Step*, std::tuple_size_v<Steps>> steps;
   void (*adafactor)(const AdafactorLaunch&, const OperandTypes&, void* stream);
   void (*l2_norms)(const SquaresLaunch&, at::ScalarType dtype, void* stream);
   void (*window_norm)(const WindowNormLaunch&, void* stream);

@@ -14,78 +14,63 @@ GRADACCUM_ON_DEVICE inline double product_of(const DeviceMultiplier& by) {
 
 GRADACCUM_ON_DEVICE inline bool leaves_out(const DeviceMultiplier& by) { return by.found_inf && *by.found_inf != 0; }
 
-/// The numbers of this step. If steps were skipped that the settings have counted, it is an earlier one, but at least
-/// the first, even if the state was replaced without the host's knowledge.
-template <class Settings>
-GRADACCUM_ON_DEVICE auto numbers_of_step(const StepLaunch<Settings>& launch) {
-  auto numbers = launch.numbers;
-  if constexpr (std::is_base_of_v<AdamSettings, Settings>)
+/// Sets the numbers of this step. If steps were skipped that the settings have counted, it is an earlier one, but at
+/// least the first, even if the state was replaced without the host's knowledge.
+template <class Step>
+GRADACCUM_ON_DEVICE void set_numbers(Operand& o, const StepLaunch& launch) {
+  if constexpr (requires(Step by) { by.step; })
     if (launch.by.skipped_steps) {
-      AdamSettings settings = launch.settings;
+      auto settings = launch.settings.as<Step>();
       settings.step -= static_cast<std::int64_t>(*launch.by.skipped_steps);
       if (settings.step < 1) settings.step = 1;
-      numbers = numbers_of(settings, 1.0);
+      o.numbers.set(numbers_of(settings));
+      return;
     }
-  numbers.multiplier = product_of(launch.by);
-  return numbers;
-}
-
-/// Builds an optimizer's operand for an entry of the table.
-GRADACCUM_ON_DEVICE inline SgdOperand operand_of(const StepLaunch<SgdSettings>& launch, const SteppedElements& of) {
-  return {numbers_of_step(launch), of.arrays[0], of.arrays[1], of.arrays[2], of.rounding_key};
-}
-GRADACCUM_ON_DEVICE inline AdamOperand operand_of(const StepLaunch<AdamSettings>& launch, const SteppedElements& of) {
-  const auto& arrays = of.arrays;
-  return {numbers_of_step(launch), arrays[0], arrays[1], arrays[2], arrays[3], arrays[4], of.rounding_key};
-}
-GRADACCUM_ON_DEVICE inline Adam8bitOperand operand_of(const StepLaunch<Adam8bitSettings>& launch,
-                                                      const SteppedElements& of) {
-  const auto codes = [&](std::size_t i) { return static_cast<std::uint8_t*>(of.arrays[i]); };
-  const auto scales = [&](std::size_t i) { return static_cast<float*>(of.arrays[i]); };
-  return {numbers_of_step(launch), of.arrays[0], of.arrays[1], codes(2), codes(3), scales(4), scales(5),
-          of.rounding_key};
+  o.numbers.set(launch.numbers.as<NumbersOf<Step>>());
 }
 
 /// The data shared by the threads of a block that steps a part of a tensor.
-template <class Settings>
 struct SharedStep {
-  decltype(operand_of(std::declval<StepLaunch<Settings>>(), SteppedElements())) operand;
+  Operand operand;
   std::int64_t from, count;
 };
 
 /// `P` and `G` are the types of parameters and gradients.
-template <class P, class G, class Settings>
-GRADACCUM_ON_DEVICE void begin_step(const StepLaunch<Settings>& launch, std::int64_t block,
-                                    SharedStep<Settings>& shared) {
+template <class Step, class P, class G>
+GRADACCUM_ON_DEVICE void begin_step(const StepLaunch& launch, std::int64_t block, SharedStep& shared) {
   if (this_thread() != 0) return;
   const auto place = place_of_block(launch.tensors.first_blocks, launch.tensors.size, block);
   const auto& tensor = launch.tensors.entries[place];
-  auto& o = shared.operand = operand_of(launch, tensor);
-  o.parameter = static_cast<P*>(o.parameter) - tensor.from;
-  o.gradient = static_cast<const G*>(o.gradient) - tensor.from;
+  auto& o = shared.operand;
+  set_numbers<Step>(o, launch);
+  o.multiplier = product_of(launch.by);
+  o.parameter = static_cast<P*>(tensor.parameter) - tensor.from;
+  o.gradient = static_cast<const G*>(tensor.gradient) - tensor.from;
+  o.state = tensor.state;
+  o.rounding_key = tensor.rounding_key;
   const auto first = (block - launch.tensors.first_blocks[place]) * elements_of_block;
   shared.from = tensor.from + first;
   shared.count = leaves_out(launch.by) ? 0 : elements_from(first, tensor.count);
 }
 
 /// Steps each element independently.
-template <class Settings, class P, class G, class Step>
+template <class Step, class P, class G, bool rounded>
 class StepBlock {
  public:
-  using Arguments = StepLaunch<Settings>;
-  using Shared = SharedStep<Settings>;
-  static constexpr int rounds = 1, phases = 1, blocks_together = std::is_same_v<Settings, AdamSettings> ? 0 : 1;
+  using Arguments = StepLaunch;
+  using Shared = SharedStep;
+  static constexpr int rounds = 1, phases = 1, blocks_together = std::is_same_v<Step, AdamStep> ? 0 : 1;
 
   static void run(const Arguments& launch, void* stream) {
     run_blocks<StepBlock>(launch, launch.tensors.blocks, stream);
   }
 
   GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t block, Shared& shared) {
-    begin_step<P, G>(launch, block, shared);
+    begin_step<Step, P, G>(launch, block, shared);
   }
   template <int phase>
   GRADACCUM_ON_DEVICE void run_phase(int /*round*/, Shared& shared) {
-    Step::run(shared.operand, shared.from, shared.count);
+    ElementsOf<Step>::template OfTypes<P, G, rounded>::run(shared.operand, shared.from, shared.count);
   }
 };
 
@@ -215,7 +200,7 @@ struct SharedCodes {
 template <class P, class G, bool rounded>
 class Adam8bitBlock {
  public:
-  using Arguments = StepLaunch<Adam8bitSettings>;
+  using Arguments = StepLaunch;
   static constexpr int threads_of_codes = 32, codes_of_thread = eight_bit_block / threads_of_codes;
   static constexpr int rounds = elements_of_block / (threads_of_block * codes_of_thread), phases = 2;
   static constexpr bool warps_are_independent = true;
@@ -225,24 +210,27 @@ class Adam8bitBlock {
     run_blocks<Adam8bitBlock>(launch, launch.tensors.blocks, stream);
   }
 
-  struct Shared : SharedStep<Adam8bitSettings> {
+  struct Shared : SharedStep {
     SharedCodes<true> m_codes;
     SharedCodes<false> v_codes;
-    AdamVectors<Floats> vectors;
+    Arithmetic<AdamStep, Floats> adam;
+    Floats multiplier;
     std::uint32_t largest_m[threads_of_block], largest_v[threads_of_block];  ///< of each thread: magnitudes as bits
     std::uint32_t least_m, most_m, end_v;  ///< bits of the ordinary moments, apart from 0
     bool aligned;
   };
 
   GRADACCUM_ON_DEVICE void begin(const Arguments& launch, std::int64_t block, Shared& shared) {
-    begin_step<P, G>(launch, block, shared);
+    begin_step<Adam8bitStep, P, G>(launch, block, shared);
     if (this_thread() == 0) {
       shared.aligned = is_aligned(shared.operand, shared.from);
-      shared.vectors = AdamVectors<Floats>(shared.operand.numbers);
-      find_ordinary_moments(shared);
+      const auto& by = shared.operand.numbers.template as<AdamNumbers>();
+      shared.adam = Arithmetic<AdamStep, Floats>(by);
+      shared.multiplier = Floats::all(shared.operand.multiplier);
+      find_ordinary_moments(by, shared);
     }
-    shared.m_codes.fill(launch.settings.maps[0], threads_of_block / 2);
-    shared.v_codes.fill(launch.settings.maps[1], threads_of_block / 4 * 3);
+    shared.m_codes.fill(launch.maps[0], threads_of_block / 2);
+    shared.v_codes.fill(launch.maps[1], threads_of_block / 4 * 3);
   }
 
   template <int phase>
@@ -260,15 +248,21 @@ class Adam8bitBlock {
   static constexpr int packs = codes_of_thread / pack_size;
   static constexpr std::uint32_t least_v = (127 - 101) << 23;  ///< 2^-101, for root_of_ordinary()
 
-  GRADACCUM_ON_DEVICE static bool is_aligned(const Adam8bitOperand& o, std::int64_t from) {
+  GRADACCUM_ON_DEVICE static bool is_aligned(const Operand& o, std::int64_t from) {
     return is_one_pack(static_cast<const P*>(o.parameter) + from, pack_size) &&
            is_one_pack(static_cast<const G*>(o.gradient) + from, pack_size) &&
-           is_one_pack(o.exp_avg + from, pack_size) && is_one_pack(o.exp_avg_sq + from, pack_size);
+           is_one_pack(codes(o, 0) + from, pack_size) && is_one_pack(codes(o, 1) + from, pack_size);
+  }
+
+  GRADACCUM_ON_DEVICE static std::uint8_t* codes(const Operand& o, int moment) {
+    return static_cast<std::uint8_t*>(o.state[static_cast<std::size_t>(moment)]);
+  }
+  GRADACCUM_ON_DEVICE static float* scales(const Operand& o, int moment) {
+    return static_cast<float*>(o.state[static_cast<std::size_t>(2 + moment)]);
   }
 
   /// Finds the moments whose steps need no more than root_of_ordinary() and quotient_of_ordinary().
-  GRADACCUM_ON_DEVICE static void find_ordinary_moments(Shared& shared) {
-    const auto& by = shared.operand.numbers;
+  GRADACCUM_ON_DEVICE static void find_ordinary_moments(const AdamNumbers& by, Shared& shared) {
     const double size = std::abs(by.step_size);
     shared.least_m = bits_of(static_cast<float>(0x1p-94 / size));
     shared.most_m = bits_of(static_cast<float>(0x1p60 / size));
@@ -287,19 +281,19 @@ class Adam8bitBlock {
   GRADACCUM_ON_DEVICE void step(Shared& shared) {
     static_assert(packs == 2);
     const auto& o = shared.operand;
-    const auto& vectors = shared.vectors;
+    const auto& adam = shared.adam;
     constexpr int next = threads_of_codes * pack_size;
     const auto from0 = first_ + place_of(0), from1 = from0 + next, rest0 = count_ - place_of(0), rest1 = rest0 - next;
     const auto arrays = parameters_of<P, rounded>(o);
     const auto* const gradient = static_cast<const G*>(o.gradient);
     ParameterPack<P, rounded, whole> parameters[packs] = {{arrays, from0, rest0}, {arrays, from1, rest1}};
     Pack<const G*, whole> gradients[packs] = {{gradient, from0, rest0}, {gradient, from1, rest1}};
-    const AlignedPack<std::uint8_t> m_codes[packs] = {load_pack<whole>(o.exp_avg, from0, rest0, zero_code),
-                                                      load_pack<whole>(o.exp_avg, from1, rest1, zero_code)},
-                                    v_codes[packs] = {load_pack<whole>(o.exp_avg_sq, from0, rest0),
-                                                      load_pack<whole>(o.exp_avg_sq, from1, rest1)};
-    const auto m_scale = Floats::all(o.exp_avg_scale[first_ / eight_bit_block]);
-    const auto v_scale = Floats::all(o.exp_avg_sq_scale[first_ / eight_bit_block]);
+    const AlignedPack<std::uint8_t> m_codes[packs] = {load_pack<whole>(codes(o, 0), from0, rest0, zero_code),
+                                                      load_pack<whole>(codes(o, 0), from1, rest1, zero_code)},
+                                    v_codes[packs] = {load_pack<whole>(codes(o, 1), from0, rest0),
+                                                      load_pack<whole>(codes(o, 1), from1, rest1)};
+    const auto m_scale = Floats::all(scales(o, 0)[first_ / eight_bit_block]);
+    const auto v_scale = Floats::all(scales(o, 1)[first_ / eight_bit_block]);
     std::uint32_t most_m = 0, most_v = 0, least_m = ~0u, least_v_bits = ~0u;  // least: the bits - 1, which leaves out 0
     GRADACCUM_UNROLL
     for (int i = 0; i < packs; ++i) {
@@ -309,7 +303,7 @@ class Adam8bitBlock {
         m = Floats::load(shared.m_codes.numbers + m_codes[i].numbers[k]) * m_scale;
         v = Floats::load(shared.v_codes.numbers + v_codes[i].numbers[k]) * v_scale;
         const auto p = Floats::load(parameters[i].element(k));
-        vectors.advance(m, v, vectors.decayed(p, Floats::load(gradients[i].element(k)) * vectors.multiplier));
+        adam.advance(m, v, adam.decayed(p, Floats::load(gradients[i].element(k)) * shared.multiplier));
         const auto m_bits = magnitude_bits(m.parts[0]), v_bits = bits_of(v.parts[0]);
         most_m = std::max(most_m, m_bits);
         most_v = std::max(most_v, v_bits);
@@ -322,15 +316,15 @@ class Adam8bitBlock {
     if (ordinary)
       move(parameters, [&](float p, int i, int k) {
         const float root = root_of_ordinary(v_[i][k].parts[0]);
-        const auto bound = multiply_add(Floats::all(root), vectors.correction, vectors.eps);
-        const auto numerator = vectors.minus_step_size * m_[i][k];
+        const auto bound = multiply_add(Floats::all(root), adam.correction, adam.eps);
+        const auto numerator = adam.minus_step_size * m_[i][k];
         const float quotient = quotient_of_ordinary(numerator.parts[0], bound.parts[0]);
-        return multiply_add(Floats::all(p), vectors.kept, Floats::all(quotient));
+        return multiply_add(Floats::all(p), adam.kept, Floats::all(quotient));
       });
     else
       move(parameters, [&](float p, int i, int k) {
         most_v = std::max(most_v & 0x7FFFFFFF, magnitude_bits(v_[i][k].parts[0]));
-        return vectors.stepped(Floats::all(p), m_[i][k], v_[i][k]);
+        return adam.stepped(Floats::all(p), m_[i][k], v_[i][k]);
       });
     shared.largest_m[this_thread()] = most_m;
     shared.largest_v[this_thread()] = most_v;
@@ -349,14 +343,14 @@ class Adam8bitBlock {
   template <bool whole>
   GRADACCUM_ON_DEVICE void encode(const Shared& shared) const {
     const auto& o = shared.operand;
-    encode<whole>(shared.m_codes, shared.largest_m, m_, o.exp_avg, o.exp_avg_scale, zero_code);
-    encode<whole>(shared.v_codes, shared.largest_v, v_, o.exp_avg_sq, o.exp_avg_sq_scale, 0);
+    encode<whole>(shared.m_codes, shared.largest_m, m_, codes(o, 0), scales(o, 0), zero_code);
+    encode<whole>(shared.v_codes, shared.largest_v, v_, codes(o, 1), scales(o, 1), 0);
   }
   /// All codes are `zero` if a number of the block is not finite.
   template <bool whole, class Codes>
   GRADACCUM_ON_DEVICE void encode(const Codes& map, const std::uint32_t* largest_of_threads,
-                                  const Floats (&numbers)[packs][pack_size], std::uint8_t* codes, float* scales,
-                                  std::uint8_t zero) const {
+                                  const Floats (&numbers)[packs][pack_size], std::uint8_t* of_block,
+                                  float* scales_of_blocks, std::uint8_t zero) const {
     const float largest = finite_or_nan(largest_of_warp(largest_of_threads));
     const auto by = scale_to_codes(largest);
     const bool finite = largest == largest;
@@ -367,25 +361,37 @@ class Adam8bitBlock {
         GRADACCUM_UNROLL
         for (int k = 0; k < pack_size; ++k) pack.numbers[k] = map.encode((numbers[i][k] * by).parts[0]);
       }
-      store_pack<whole>(codes, first_ + place_of(i), count_ - place_of(i), pack);
+      store_pack<whole>(of_block, first_ + place_of(i), count_ - place_of(i), pack);
     }
-    if (this_thread() % threads_of_codes == 0) scales[first_ / eight_bit_block] = largest;
+    if (this_thread() % threads_of_codes == 0) scales_of_blocks[first_ / eight_bit_block] = largest;
   }
 
   std::int64_t first_, count_;
   Floats m_[packs][pack_size], v_[packs][pack_size];
 };
 
-template <class P, class G, bool rounded>
-using SgdBlock = StepBlock<SgdSettings, P, G, SgdOfTypes<P, G, rounded>>;
-template <class P, class G, bool rounded>
-using AdamBlock = StepBlock<AdamSettings, P, G, AdamOfTypes<P, G, rounded>>;
+template <class Step>
+struct StepBlocks {
+  template <class P, class G, bool rounded>
+  using OfTypes = StepBlock<Step, P, G, rounded>;
+};
+template <>
+struct StepBlocks<Adam8bitStep> {
+  template <class P, class G, bool rounded>
+  using OfTypes = Adam8bitBlock<P, G, rounded>;
+};
 
-template <class Launch, template <class P, class G, bool rounded> class Of>
-void run_of_types(const Launch& launch, const OperandTypes& types, void* stream) {
-  using Function = void(const Launch&, void*);
-  if constexpr (std::is_same_v<Launch, StepLaunch<Adam8bitSettings>>)
-    of_narrow_types<Function, Of>(types.parameter, types.gradient, types.rounded)(launch, stream);
+template <class Step>
+void run_step(const StepLaunch& launch, const OperandTypes& types, void* stream) {
+  using Function = void(const StepLaunch&, void*);
+  if constexpr (std::is_same_v<Step, Adam8bitStep>)
+    of_narrow_types<Function, StepBlocks<Step>::template OfTypes>(types.parameter, types.gradient, types.rounded)(
+        launch, stream);
   else
-    of_types<Function, Of>(types.parameter, types.gradient, types.rounded)(launch, stream);
+    of_types<Function, StepBlocks<Step>::template OfTypes>(types.parameter, types.gradient, types.rounded)(launch,
+                                                                                                           stream);
+}
+template <class... Step>
+constexpr std::array<DeviceKernels::Step*, sizeof...(Step)> run_steps(std::type_identity<std::tuple<Step...>>) {
+  return {run_step<Step>...};
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs the passes of an Adafactor step on a processor. Included by kernels.ipp for each instruction set.
+// Runs the passes of an Adafactor step on a processor. Included by kernels.inl.
 
 /// The most numbers that are summed in float32; longer sums add up several such sums in float64.
 constexpr std::int64_t adafactor_run = 4096;
@@ -118,15 +118,15 @@ void adafactor_move(const AdafactorOperand& o, std::int64_t from, std::int64_t t
   const auto* const gradient = static_cast<const G*>(o.gradient);
   if (o.variance)
     return step_elements<Vector, P, rounded>(AdafactorApply<Vector, false>(o.numbers), o, from, to - from,
-                                             elements<S>(o.exp_avg, from), gradient + from,
-                                             static_cast<const S*>(o.variance) + from);
+                                             gradient + from, static_cast<const S*>(o.variance) + from,
+                                             elements<S>(o.exp_avg, from));
   AdafactorApply<Vector, true> apply(o.numbers);
   for (auto row = from; row < to; ++row) {
     apply.update.scale.row = Vector::all(static_cast<const S*>(o.row_factors)[row]);
     const auto place = row * o.columns;
     const auto* const columns = static_cast<const S*>(o.column_factors) + row / o.rows * o.columns;
-    step_elements<Vector, P, rounded>(apply, o, place, o.columns, elements<S>(o.exp_avg, place), gradient + place,
-                                      columns);
+    step_elements<Vector, P, rounded>(apply, o, place, o.columns, gradient + place, columns,
+                                      elements<S>(o.exp_avg, place));
   }
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One step of Adam or AdamW with 8-bit state. Included by kernels.ipp for each instruction set.
+// One step of Adam or AdamW with 8-bit state. Included by kernels.inl.
 
 /// Encodes a block of numbers. Returns `largest`, which is the block's scale.
 template <bool is_signed>
@@ -18,8 +18,11 @@ using LastBlock = Rest<T, static_cast<int>(eight_bit_block)>;
 /// Steps one whole block: `parameter`, `gradient` and codes have `eight_bit_block` elements.
 class BlockStep {
  public:
-  explicit BlockStep(const AdamNumbers& numbers)
-      : vectors_(numbers), signed_codes_(signed_map()), unsigned_codes_(second_moment_map()) {}
+  explicit BlockStep(const Operand& o)
+      : adam_(o.numbers.as<AdamNumbers>()),
+        multiplier_(Floats::all(o.multiplier)),
+        signed_codes_(signed_map()),
+        unsigned_codes_(second_moment_map()) {}
 
   template <class P, class G>
   [[gnu::flatten]] void operator()(P* parameter, const G* gradient, std::uint8_t* exp_avg, std::uint8_t* exp_avg_sq,
@@ -31,10 +34,10 @@ class BlockStep {
       __builtin_prefetch(parameter + i + eight_bit_block, /*for writing=*/1);  // hides the next block's memory latency,
       __builtin_prefetch(gradient + i + eight_bit_block);                      // as coding a block takes long
       const auto p = Floats::load(parameter + i);
-      const auto g = vectors_.decayed(p, Floats::load(gradient + i) * vectors_.multiplier);
+      const auto g = adam_.decayed(p, Floats::load(gradient + i) * multiplier_);
       auto m = signed_codes_.decode(exp_avg + i) * m_scale, v = unsigned_codes_.decode(exp_avg_sq + i) * v_scale;
-      vectors_.advance(m, v, g);
-      vectors_.stepped(p, m, v).store(parameter + i);
+      adam_.advance(m, v, g);
+      adam_.stepped(p, m, v).store(parameter + i);
       m.store(ms + i);
       v.store(vs + i);
       largest_m.see(m);
@@ -45,18 +48,19 @@ class BlockStep {
   }
 
  private:
-  AdamVectors<Floats> vectors_;
+  Arithmetic<AdamStep, Floats> adam_;
+  Floats multiplier_;
   DynamicCodes<true> signed_codes_;
   DynamicCodes<false> unsigned_codes_;
 };
 
 /// Steps the block that begins at `from`. `parameter` has the memory of a whole block.
 template <class G, class P>
-void step_block(const BlockStep& step, P* parameter, const Adam8bitOperand& o, std::int64_t from, std::int64_t size) {
+void step_block(const BlockStep& step, P* parameter, const Operand& o, std::int64_t from, std::int64_t size) {
   const auto* const gradient = static_cast<const G*>(o.gradient) + from;
-  auto *const m = o.exp_avg + from, *const v = o.exp_avg_sq + from;
-  auto* const m_scale = o.exp_avg_scale + from / eight_bit_block;
-  auto* const v_scale = o.exp_avg_sq_scale + from / eight_bit_block;
+  auto *const m = elements<std::uint8_t>(o.state[0], from), *const v = elements<std::uint8_t>(o.state[1], from);
+  auto* const m_scale = elements<float>(o.state[2], from / eight_bit_block);
+  auto* const v_scale = elements<float>(o.state[3], from / eight_bit_block);
   if (size == eight_bit_block) return step(parameter, gradient, m, v, m_scale, v_scale);
   LastBlock<const G> last_gradient(gradient, size);
   LastBlock<std::uint8_t> last_m(m, size), last_v(v, size);
@@ -66,9 +70,9 @@ void step_block(const BlockStep& step, P* parameter, const Adam8bitOperand& o, s
 
 template <class P, class G, bool rounded>
 struct Adam8bitOfTypes {
-  static void run(const Adam8bitOperand& o, std::int64_t from, std::int64_t count) {
+  static void run(const Operand& o, std::int64_t from, std::int64_t count) {
     static_assert(RoundedChunk::size == eight_bit_block);
-    const BlockStep step(o.numbers);
+    const BlockStep step(o);
     auto* const parameters = static_cast<P*>(o.parameter);
     for (const auto end = from + count; from < end; from += eight_bit_block) {
       const auto size = std::min(eight_bit_block, end - from);

@@ -101,6 +101,16 @@ inline Floats magnitude(Floats a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0
 inline Floats times_sign_of(Floats a, Floats sign) {
   return {_mm256_xor_ps(a.v, _mm256_and_ps(sign.v, _mm256_set1_ps(-0.0f)))};
 }
+/// Returns 1, -1, or `a` if that is 0 or NaN.
+inline Floats sign(Floats a) {
+  const auto is_other = _mm256_cmp_ps(a.v, _mm256_setzero_ps(), _CMP_EQ_UQ);
+  return {_mm256_blendv_ps(times_sign_of(Floats::all(1), a).v, a.v, is_other)};
+}
+inline Doubles sign(Doubles a) {
+  const auto is_other = _mm256_cmp_pd(a.v, _mm256_setzero_pd(), _CMP_EQ_UQ);
+  const auto one = _mm256_or_pd(_mm256_and_pd(a.v, _mm256_set1_pd(-0.0)), _mm256_set1_pd(1));
+  return {_mm256_blendv_pd(one, a.v, is_other)};
+}
 /// Returns 0 in lanes where `k` is 0.
 inline Floats only_where(Ints k, Floats a) {
   return {_mm256_andnot_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(k.v, _mm256_setzero_si256())), a.v)};
@@ -117,7 +127,8 @@ struct Table {
   explicit Table(const float* from) : low(_mm256_loadu_ps(from)), high(_mm256_loadu_ps(from + 8)) {}
   Floats operator[](Ints index) const {
     const auto upper_half = _mm256_castsi256_ps(_mm256_slli_epi32(index.v, 28));  // moves bit 3 into the sign
-    return {_mm256_blendv_ps(_mm256_permutevar8x32_ps(low, index.v), _mm256_permutevar8x32_ps(high, index.v), upper_half)};
+    return {
+        _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, index.v), _mm256_permutevar8x32_ps(high, index.v), upper_half)};
   }
 
   __m256 low, high;

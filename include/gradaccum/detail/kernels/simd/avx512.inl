@@ -101,10 +101,23 @@ inline Floats to_floats(Ints a) { return {_mm512_maskz_cvtepi32_ps(0xffff, a.v)}
 inline Ints bits_of(Floats a) { return {_mm512_castps_si512(a.v)}; }
 inline Ints exponent_of(Floats a) { return {_mm512_maskz_srli_epi32(0xffff, bits_of(a).v, 23)}; }
 inline Floats rounded_down(Floats a) { return {_mm512_maskz_roundscale_ps(0xffff, a.v, _MM_FROUND_TO_NEG_INF)}; }
-inline Floats magnitude(Floats a) { return {_mm512_castsi512_ps(_mm512_and_si512(bits_of(a).v, _mm512_set1_epi32(0x7fffffff)))}; }
+inline Floats magnitude(Floats a) {
+  return {_mm512_castsi512_ps(_mm512_and_si512(bits_of(a).v, _mm512_set1_epi32(0x7fffffff)))};
+}
 inline Floats times_sign_of(Floats a, Floats sign) {
   const auto sign_bit = _mm512_set1_epi32(std::numeric_limits<int>::min());
-  return {_mm512_castsi512_ps(_mm512_ternarylogic_epi32(bits_of(a).v, bits_of(sign).v, sign_bit, 0x78))};  // a ^ (b & c)
+  return {
+      _mm512_castsi512_ps(_mm512_ternarylogic_epi32(bits_of(a).v, bits_of(sign).v, sign_bit, 0x78))};  // a ^ (b & c)
+}
+/// Returns 1, -1, or `a` if that is 0 or NaN.
+inline Floats sign(Floats a) {
+  const auto is_other = _mm512_cmp_ps_mask(a.v, _mm512_setzero_ps(), _CMP_EQ_UQ);
+  return {_mm512_mask_mov_ps(times_sign_of(Floats::all(1), a).v, is_other, a.v)};
+}
+inline Doubles sign(Doubles a) {
+  const auto is_other = _mm512_cmp_pd_mask(a.v, _mm512_setzero_pd(), _CMP_EQ_UQ);
+  const auto one = _mm512_or_pd(_mm512_and_pd(a.v, _mm512_set1_pd(-0.0)), _mm512_set1_pd(1));
+  return {_mm512_mask_mov_pd(one, is_other, a.v)};
 }
 /// Returns 0 in lanes where `k` is 0.
 inline Floats only_where(Ints k, Floats a) { return {_mm512_maskz_mov_ps(_mm512_test_epi32_mask(k.v, k.v), a.v)}; }

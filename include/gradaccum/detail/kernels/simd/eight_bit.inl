@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The 8-bit codes of a DynamicMap. Included by kernels.ipp for each instruction set.
+// The 8-bit codes of a DynamicMap. Included by kernels.inl.
 
 /// Decodes and encodes one vector at a time. Numbers are in [-1, 1] or [0, 1].
 template <bool is_signed>

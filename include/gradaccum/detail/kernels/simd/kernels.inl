@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // All kernels, for the vectors `Floats` and `Doubles` of the including file: kernels.ipp includes it for each
-// instruction set. Loops over arrays take one vector at a time. No lambdas: g++ compiles them for the program's
-// instruction set.
+// instruction set, and own_kernels.hpp for the program. Loops over arrays take one vector at a time. No lambdas: g++
+// compiles them for the program's instruction set.
 
 #include <gradaccum/detail/kernels/simd/types.inl>
 // files that use those above:
@@ -71,7 +71,7 @@ class RoundedChunk {
 
  private:
 #if (defined(__GNUC__) || defined(__clang__)) && !defined(GRADACCUM_NO_VECTOR_EXTENSIONS)
-  // Vectors of the compiler, each mapped to one or several of the processor\'s.
+  // Vectors of the compiler, each mapped to one or several of the processor's.
   static constexpr int lanes = 16;
   typedef std::uint32_t Bits __attribute__((vector_size(4 * lanes)));
   typedef std::uint16_t Halves __attribute__((vector_size(2 * lanes)));
@@ -122,26 +122,42 @@ template <class T>
   return ((a + b) + (c + d)).sum();
 }
 
-inline SumOfSquares sum_of_squares_of(at::ScalarType dtype) {
+inline SumOfSquares sum_of_squares_kernel(at::ScalarType dtype) {
   if (dtype == at::kDouble) return sum_of_squares<double>;
   if (dtype == at::kFloat) return sum_of_squares<float>;
   if (dtype == at::kHalf) return sum_of_squares<at::Half>;
   return sum_of_squares<at::BFloat16>;
 }
 
+/// The arithmetic of a step, for a kind of vectors. A user's step has its own.
+template <class Step, class Vector>
+struct Arithmetic : Step {
+  explicit Arithmetic(const Step& step) : Step(step) {}
+};
+#define GRADACCUM_ARITHMETIC
+#include <gradaccum/detail/kernels/steps/all.inl>
+#undef GRADACCUM_ARITHMETIC
+
 // files that use those above:
-#include <gradaccum/detail/kernels/simd/adafactor.inl>
 #include <gradaccum/detail/kernels/simd/elementwise.inl>
 // files that use those above:
 #include <gradaccum/detail/kernels/simd/adafactor_passes.inl>
 #include <gradaccum/detail/kernels/simd/adam8bit.inl>
 
-inline AdafactorKernels adafactor_kernels(at::ScalarType parameter, at::ScalarType gradient, bool rounded) {
-  return of_types<AdafactorKernels(), AdafactorIn<>::OfTypes>(parameter, gradient, rounded)();
-}
+/// The kernels for two dtypes.
+struct Kernels {
+  at::ScalarType parameter, gradient;
+  bool rounded;
 
-inline constexpr Kernels kernels{.sum_of_squares = sum_of_squares_of,
-                                 .sgd = of_types<Kernel<SgdOperand>, SgdOfTypes>,
-                                 .adam = of_types<Kernel<AdamOperand>, AdamOfTypes>,
-                                 .adam8bit = of_narrow_types<Kernel<Adam8bitOperand>, Adam8bitOfTypes>,
-                                 .adafactor = adafactor_kernels};
+  template <class Step>
+  Kernel* step() const {
+    if constexpr (std::is_same_v<Step, Adam8bitStep>)
+      return of_narrow_types<Kernel, Adam8bitOfTypes>(parameter, gradient, rounded);
+    else
+      return of_types<Kernel, ElementsOf<Step>::template OfTypes>(parameter, gradient, rounded);
+  }
+  AdafactorKernels adafactor() const {
+    return of_types<AdafactorKernels(), AdafactorIn<>::OfTypes>(parameter, gradient, rounded)();
+  }
+  SumOfSquares sum_of_squares() const { return sum_of_squares_kernel(parameter); }
+};

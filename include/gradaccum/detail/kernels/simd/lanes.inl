@@ -19,7 +19,10 @@ template <class T>
 requires std::is_arithmetic_v<T> GRADACCUM_ON_DEVICE T larger_of(T a, T b) { return a > b ? a : b; }
 template <class T>
 requires std::is_arithmetic_v<T> GRADACCUM_ON_DEVICE T smaller_of(T a, T b) { return a < b ? a : b; }
-GRADACCUM_ON_DEVICE inline float magnitude_of(float a) { return std::abs(a); }
+template <class T>
+requires std::is_arithmetic_v<T> GRADACCUM_ON_DEVICE T magnitude_of(T a) { return std::abs(a); }
+template <class T>
+requires std::is_arithmetic_v<T> GRADACCUM_ON_DEVICE T sign_of(T a) { return a > 0 ? T(1) : a < 0 ? T(-1) : a; }
 GRADACCUM_ON_DEVICE inline float floor_of(float a) { return std::floor(a); }
 GRADACCUM_ON_DEVICE inline float with_sign_of(float a, float sign) { return std::signbit(sign) ? -a : a; }
 GRADACCUM_ON_DEVICE inline std::int32_t truncated_part(float a) {
@@ -110,6 +113,10 @@ struct Lanes {
   }
   GRADACCUM_ON_DEVICE friend Lanes magnitude(Lanes a) {
     return each(a, a, [](auto& x, auto&) { x = magnitude_of(x); });
+  }
+  /// Returns 1, -1, or `a` if that is 0 or NaN.
+  GRADACCUM_ON_DEVICE friend Lanes sign(Lanes a) {
+    return each(a, a, [](auto& x, auto&) { x = sign_of(x); });
   }
   GRADACCUM_ON_DEVICE friend Lanes rounded_down(Lanes a) {
     return each(a, a, [](auto& x, auto&) { x = floor_of(x); });

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Vectors for any processor: of registers, or of single numbers for compilers without vector extensions. Included only
-// by kernels.ipp. Tests define GRADACCUM_NO_VECTOR_EXTENSIONS.
+// Vectors for any processor: of registers, or of single numbers for compilers without vector extensions. Included by
+// kernels.ipp and own_kernels.hpp. Tests define GRADACCUM_NO_VECTOR_EXTENSIONS.
 
 #if (defined(__GNUC__) || defined(__clang__)) && !defined(GRADACCUM_NO_VECTOR_EXTENSIONS)
 #include <gradaccum/detail/kernels/simd/registers.inl>

@@ -102,7 +102,13 @@ template <class Vector>
 requires(!std::is_arithmetic_v<Vector>) Vector smaller_of(const Vector& a, const Vector& b) {
   return chosen(a < b, a, b);
 }
+template <class Vector>
+requires(!std::is_arithmetic_v<Vector>) Vector sign_of(const Vector& a) {
+  const Vector zero{}, one = zero + 1;
+  return chosen(a > zero, one, chosen(a < zero, zero - one, a));
+}
 inline Float4 magnitude_of(const Float4& a) { return (Float4)((Uint4)a & 0x7fffffffu); }
+inline Double2 magnitude_of(const Double2& a) { return chosen(a < Double2{}, Double2{} - a, a); }
 inline Float4 with_sign_of(const Float4& a, const Float4& sign) {
   return (Float4)((Uint4)a ^ ((Uint4)sign & 0x80000000u));
 }

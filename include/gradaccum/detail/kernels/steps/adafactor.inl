@@ -1,11 +1,99 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The arithmetic of an Adafactor step for each element, row and column. Included by kernels.ipp for each instruction
-// set, and by device kernels.
+// Adafactor: its settings, and its arithmetic for each element, row and column. Its passes over a tensor are in
+// simd/adafactor_passes.inl and device/adafactor.inl.
 //
 // The update is g * scale, with scale = 1 / sqrt(estimate). A matrix's scale is the product of a row factor and a
 // column factor; a vector's is computed from its variance. Row factors, and so the scales, are negative here: `larger`
 // then bounds their magnitude by 1 / eps1, and NaN passes through.
+#ifndef GRADACCUM_ARITHMETIC
+
+namespace gradaccum::detail {
+
+struct AdafactorSettings {
+  double lr, step_size;  ///< step_size: lr or its replacement, before scaling
+  double fresh2;         ///< 1 - beta2 in this step
+  double eps1, eps2, d, weight_decay, beta1;
+  bool scale_parameter, pytorch;
+
+  /// The inputs of `step_size` and `fresh2`, for a device that counts the steps itself, from 1.
+  double step = 1, beta2_decay = 0;
+  bool relative_step = false, warmup_init = false;
+
+  bool operator==(const AdafactorSettings&) const = default;
+};
+
+/// Sets the members that depend on the step count.
+GRADACCUM_ON_DEVICE inline AdafactorSettings at_step(AdafactorSettings by, double step) {
+  const double most = by.warmup_init ? 1e-6 * step : by.lr, relative = 1 / std::sqrt(step);
+  by.step = step;
+  by.fresh2 = std::pow(step, by.beta2_decay);
+  by.step_size = !by.relative_step ? by.lr : relative < most ? relative : most;
+  return by;
+}
+
+/// The factors and bounds in a step of Adafactor.
+struct AdafactorNumbers {
+  double multiplier;
+  double beta1, beta2, fresh2;
+  double added;                    ///< to the squared gradient: eps1 or 0
+  double least_mean;               ///< lower bound of a matrix's mean row_var: 0 or eps1
+  double largest_scale;            ///< upper bound of update / gradient: infinity or 1 / eps1
+  double kept = 1, step_size = 0;  ///< set once both sums of squares are known
+};
+
+GRADACCUM_ON_DEVICE inline AdafactorNumbers numbers_of(const AdafactorSettings& by, double multiplier) {
+  return {.multiplier = multiplier,
+          .beta1 = by.beta1,
+          .beta2 = 1 - by.fresh2,
+          .fresh2 = by.fresh2,
+          .added = by.pytorch ? 0 : by.eps1,
+          .least_mean = by.pytorch ? by.eps1 : 0,
+          .largest_scale = by.pytorch ? 1 / by.eps1 : std::numeric_limits<double>::infinity()};
+}
+
+/// Sums over a tensor: its elements, the squares of the parameter, and the squares of its update before scaling.
+struct AdafactorSums {
+  double elements, parameter_squares, update_squares;
+};
+
+/// Returns the larger one; NaN stays NaN.
+GRADACCUM_ON_DEVICE inline double at_least(double least, double x) { return x < least ? least : x; }
+
+GRADACCUM_ON_DEVICE inline void set_step_size(AdafactorNumbers& numbers, const AdafactorSettings& by,
+                                              const AdafactorSums& of) {
+  const double rms = std::sqrt(of.parameter_squares / of.elements);
+  const double update_rms = std::sqrt(of.update_squares / of.elements);
+  const double size = by.step_size * (by.scale_parameter ? at_least(by.eps2, rms) : 1);
+  numbers.kept = one_minus_product(by.weight_decay, by.pytorch ? by.lr : size);
+  numbers.step_size = size / at_least(1, update_rms / by.d);
+}
+
+/// Consecutive row-major matrices, or a vector, which has a `variance` instead. State is float32 for
+/// 16-bit parameters, else of the parameter's type.
+struct AdafactorOperand {
+  AdafactorNumbers numbers;
+  void* parameter = nullptr;
+  const void* gradient = nullptr;
+  void *row_var = nullptr, *col_var = nullptr, *variance = nullptr;
+  void* exp_avg = nullptr;                                 ///< null without momentum
+  void *row_factors = nullptr, *column_factors = nullptr;  ///< initially sums of squares; `parts` for each column
+  std::int64_t matrices = 0, rows = 0, columns = 0, parts = 0;
+  std::uint64_t rounding_key = 0;  ///< for stochastic rounding
+};
+
+/// The passes of a step; see adafactor_passes.inl.
+struct AdafactorKernels {
+  void (*sums)(const AdafactorOperand&, std::int64_t from_row, std::int64_t to_row, std::int64_t part);
+  void (*factors)(const AdafactorOperand&, std::int64_t matrix);
+  double (*update_squares)(const AdafactorOperand&, std::int64_t from_row, std::int64_t to_row);
+  double (*vector_squares)(const AdafactorOperand&, std::int64_t from, std::int64_t to);
+  void (*move)(const AdafactorOperand&, std::int64_t from, std::int64_t to);
+};
+
+}  // namespace gradaccum::detail
+
+#else
 
 /// Adds the squares of a row's gradient to the column sums and to its own sum.
 template <class Vector>
@@ -102,3 +190,5 @@ struct AdafactorApply {
   AdafactorUpdate<Vector, factored> update;
   Vector kept, step_size, negative_beta1, fresh1;
 };
+
+#endif
