@@ -215,7 +215,7 @@ GRADACCUM_INLINE BackgroundSaver::~BackgroundSaver() {
   leave_work_to_parent();
   join();
   try {
-    if (work_) work_->saved.get();
+    if (work_) static_cast<void>(work_->saved.get());
   } catch (const std::exception& error) {
     TORCH_WARN("BackgroundSaver: the last state was not saved: ", error.what());
   }
@@ -232,7 +232,7 @@ GRADACCUM_INLINE bool BackgroundSaver::busy() const {
 }
 
 GRADACCUM_INLINE void BackgroundSaver::check() {
-  if (work_ && work_->failed) std::exchange(work_, {})->saved.get();
+  if (work_ && work_->failed) static_cast<void>(std::exchange(work_, {})->saved.get());
 }
 
 GRADACCUM_INLINE void BackgroundSaver::join() const {
