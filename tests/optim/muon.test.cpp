@@ -3,6 +3,7 @@
 
 #include <gradaccum/amp_scaler.hpp>
 #include <gradaccum/autocast.hpp>
+#include <gradaccum/detail/optimizers/param_states.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/optim/muon.hpp>
 
@@ -138,13 +139,21 @@ TEST_CASE("Muon: windows with a scale and clipping give the step with the large 
 TEST_CASE("Muon: files and named state, which Python's optimizer has, too") {
   torch::manual_seed(4);
   const auto p = leaf(torch::randn({4, 7}, at::kDouble)), q = leaf(p);
-  Muon one({p}, MuonOptions(0.1).adjust_lr_fn(ga::optim::MuonAdjustLr::match_rms_adamw)), other({q}), third({q});
+  Muon one({p},
+           MuonOptions(0.1).ns_coefficients({2, -1.5, 0.5}).adjust_lr_fn(ga::optim::MuonAdjustLr::match_rms_adamw)),
+      other({q}), third({q});
   step(one, {p}, 2);
   std::stringstream file;
   torch::save(one, file);
   torch::load(other, file);
   CHECK(static_cast<MuonOptions&>(other.param_groups()[0].options()) ==
         static_cast<MuonOptions&>(one.param_groups()[0].options()));
+  Muon fourth({q});
+  ga::detail::set_options(fourth, ga::detail::options_of(one));  // as in a training's state
+  CHECK(static_cast<MuonOptions&>(fourth.param_groups()[0].options()) ==
+        static_cast<MuonOptions&>(one.param_groups()[0].options()));
+  CHECK_FALSE(static_cast<MuonOptions&>(third.param_groups()[0].options()) ==
+              static_cast<MuonOptions&>(one.param_groups()[0].options()));
   const auto state = one.named_state(names({p}));
   CHECK(state.size() == 1);
   CHECK(state.at("momentum_buffer.p0").sizes() == p.sizes());

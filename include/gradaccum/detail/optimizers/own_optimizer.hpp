@@ -45,44 +45,48 @@ struct OwnOptions : torch::optim::OptimizerCloneableOptions<Options>, detail::Ar
   void set_lr(const double lr) override { itself().lr(lr); }
 
   void serialize(torch::serialize::OutputArchive& archive) const override {
-    for_each([&]<class T>(const char* name, const T& option) {
+    const auto write = [&]<class T>(NamedOption<const T> option) {
       if constexpr (std::is_enum_v<T>)
-        archive.write(name, c10::IValue(static_cast<std::int64_t>(option)));
+        archive.write(option.name, c10::IValue(static_cast<std::int64_t>(option.value)));
       else
-        archive.write(name, c10::IValue(option));
-    });
+        archive.write(option.name, c10::IValue(option.value));
+    };
+    for_each(write, Options::all(itself()));
   }
   void serialize(torch::serialize::InputArchive& archive) override {
-    for_each([&]<class T>(const char* name, T& option) {
-      c10::IValue read;
-      archive.read(name, read);
+    const auto read = [&]<class T>(NamedOption<T> option) {
+      c10::IValue value;
+      archive.read(option.name, value);
       if constexpr (std::is_enum_v<T>)
-        option = static_cast<T>(read.toInt());
+        option.value = static_cast<T>(value.toInt());
       else
-        option = read.to<T>();
-    });
+        option.value = value.to<T>();
+    };
+    for_each(read, Options::all(itself()));
     check_itself();
   }
   void state(Archive& archive) override {
-    for_each([&]<class T>(const std::string& name, T& option) {
-      if constexpr (requires { std::get<0>(option); }) {  // two or more numbers
+    const auto save_or_load = [&]<class T>(NamedOption<T> option) {
+      const std::string name = option.name;
+      if constexpr (requires { std::get<0>(option.value); }) {  // two or more numbers
         int i = 0;
-        std::apply([&](auto&... number) { (archive(name + std::to_string(++i), number), ...); }, option);
+        std::apply([&](auto&... number) { (archive(name + std::to_string(++i), number), ...); }, option.value);
       } else if constexpr (std::is_enum_v<T>) {
-        auto number = static_cast<std::int64_t>(option);
+        auto number = static_cast<std::int64_t>(option.value);
         archive(name, number);
-        option = static_cast<T>(number);
+        option.value = static_cast<T>(number);
       } else {
-        archive(name, option);
+        archive(name, option.value);
       }
-    });
+    };
+    for_each(save_or_load, Options::all(itself()));
     check_itself();
   }
 
   friend bool operator==(const Options& a, const Options& b) {
     bool equal = true;
     const auto compare = [&](auto& one, auto& other) { equal = equal && one.value == other.value; };
-    for_each_of(compare, Options::all(a), Options::all(b));
+    for_each(compare, Options::all(a), Options::all(b));
     return equal;
   }
   /// Applies LibTorch's rule to a group's options: an option with its class's default value takes the optimizer's
@@ -93,7 +97,7 @@ struct OwnOptions : torch::optim::OptimizerCloneableOptions<Options>, detail::Ar
     const auto take = [](auto& option, auto& default_value, auto& of_optimizer) {
       if (option.value == default_value.value) option.value = of_optimizer.value;
     };
-    for_each_of(take, Options::all(options), Options::all(not_given), Options::all(from));
+    for_each(take, Options::all(options), Options::all(not_given), Options::all(from));
     return options;
   }
 
@@ -103,16 +107,9 @@ struct OwnOptions : torch::optim::OptimizerCloneableOptions<Options>, detail::Ar
   void check_itself() const {
     if constexpr (requires(const Options& of) { of.check(); }) itself().check();
   }
-  template <class Visit>
-  void for_each(const Visit& visit) {
-    std::apply([&](auto... option) { (visit(option.name, option.value), ...); }, Options::all(itself()));
-  }
-  template <class Visit>
-  void for_each(const Visit& visit) const {
-    std::apply([&](auto... option) { (visit(option.name, option.value), ...); }, Options::all(itself()));
-  }
+  /// Calls `visit` with the options at each place of the tuples.
   template <class Visit, class... Tuples>
-  static void for_each_of(const Visit& visit, Tuples... all) {
+  static void for_each(const Visit& visit, Tuples... all) {
     const auto visit_place = [&]<std::size_t i>(std::integral_constant<std::size_t, i>) { visit(std::get<i>(all)...); };
     [&]<std::size_t... i>(std::index_sequence<i...>) { (visit_place(std::integral_constant<std::size_t, i>()), ...); }
     (std::make_index_sequence<std::tuple_size_v<decltype(Options::all(std::declval<Options&>()))>>());
