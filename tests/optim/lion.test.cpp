@@ -260,7 +260,11 @@ TEST_CASE("an optimizer of a program: windows, groups, sparse gradients, and fil
     sgd.step();
     CHECK(p.eq(0.75).all().item<bool>());
     CHECK(q.eq(0.5).all().item<bool>());
-    CHECK(static_cast<SignSgdOptions&>(sgd.param_groups()[1].options()).momentum() == 0.7);
+    torch::optim::SGD theirs({torch::optim::OptimizerParamGroup({q}, std::make_unique<torch::optim::SGDOptions>(0.5))},
+                             torch::optim::SGDOptions(0.25).momentum(0.7));
+    const bool inherits =  // not with LibTorch 2.11 and older
+        static_cast<torch::optim::SGDOptions&>(theirs.param_groups()[0].options()).momentum() == 0.7;
+    CHECK(static_cast<SignSgdOptions&>(sgd.param_groups()[1].options()).momentum() == (inherits ? 0.7 : 0.9));
     CHECK_THROWS_WITH(sgd.add_param_group(torch::optim::OptimizerParamGroup(
                           {torch::ones({2})}, std::make_unique<torch::optim::SGDOptions>(0.1))),
                       Catch::Contains("SignSgd: the options of a group must be SignSgdOptions"));
