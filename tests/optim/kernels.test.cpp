@@ -133,6 +133,13 @@ void check_sgd(InstructionSet set, const Types& types, const inner::SgdStep& by,
   for (auto* array : {&p, &g, &b}) REQUIRE(array->intact());
 }
 
+/// Lion by the paper's formula.
+void lion(at::Tensor& p, const at::Tensor& g, at::Tensor& m, const gradaccum::optim::LionStep& by) {
+  const auto update = (by.beta1 * m + (1 - by.beta1) * g).sign();
+  p = p * (1 - by.lr * by.weight_decay) - by.lr * update;
+  m = by.beta2 * m + (1 - by.beta2) * g;
+}
+
 }  // namespace
 
 TEST_CASE("kernels: Adam of all sizes, types and settings") {
@@ -180,6 +187,45 @@ TEST_CASE("kernels: SGD of all sizes, types and settings") {
     for (auto& types : all_types)
       for (std::int64_t n = 0; n <= 300; n += n < 70 ? 1 : 23)
         for (auto& by : settings) check_sgd(set, types, by, by.nesterov ? 0.5 : 1.0, n);
+}
+
+TEST_CASE("Lion's kernels: all instruction sets, types and sizes, against the formula in float64") {
+  torch::manual_seed(3);
+  const std::vector<gradaccum::optim::LionStep> all{{1e-2, 0.9, 0.99, 0}, {1e-2, 0.95, 0.98, 0.5}, {0.3, 0, 0, 0.1}};
+  for (auto set : inner::instruction_sets())
+    for (auto& types : all_types)
+      for (std::int64_t n = 0; n <= 300; n += n < 40 ? 1 : 23)
+        for (auto& step : all) {
+          auto p = torch::randn({n}).to(types.parameter), m = torch::randn({n}).to(types.state);
+          const auto g = torch::randn({n}).to(types.gradient);
+          auto p64 = p.to(at::kDouble), m64 = m.to(at::kDouble);
+          lion(p64, g.to(at::kDouble) * 0.5, m64, step);
+          run_kernel(set, step, {types.parameter, types.gradient, false},
+                     {.multiplier = 0.5,
+                      .parameter = p.mutable_data_ptr(),
+                      .gradient = g.const_data_ptr(),
+                      .state = {m.mutable_data_ptr()}},
+                     n);
+          REQUIRE(close(p, p64, types.tolerance));
+          REQUIRE(close(m, m64, types.state == at::kDouble ? 1e-14 : 1e-6));
+        }
+}
+
+TEST_CASE("Lion: an element without gradient and average stays, and NaN makes it NaN, not only its average") {
+  for (auto set : inner::instruction_sets())
+    for (auto dtype : {at::kFloat, at::kDouble}) {
+      auto p = torch::ones({40}, dtype), m = torch::zeros({40}, dtype), g = torch::zeros({40}, dtype);
+      const double infinity = std::numeric_limits<double>::infinity();
+      g[0] = std::nan(""), g[1] = infinity, g[2] = -infinity, g[3] = -0.0, g[4] = 1e-44;
+      run_kernel(set, gradaccum::optim::LionStep{0.25, 0.9, 0.99, 0}, {dtype, dtype, false},
+                 {.parameter = p.data_ptr(), .gradient = g.data_ptr(), .state = {m.data_ptr()}}, 40);
+      CHECK(p[0].isnan().item<bool>());
+      CHECK(p[1].item<double>() == 0.75);
+      CHECK(p[2].item<double>() == 1.25);
+      CHECK(p.slice(0, 5).eq(1).all().item<bool>());
+      CHECK(m[0].isnan().item<bool>());
+      CHECK(m[1].item<double>() == infinity);
+    }
 }
 
 TEST_CASE(

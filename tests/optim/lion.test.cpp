@@ -1,20 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
-#include <gradaccum/amp_scaler.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/optim/lion.hpp>
-#include <gradaccum/training_state.hpp>
 
-#include "support/leaves.hpp"
-#include "support/models.hpp"
-#include "support/run_kernel.hpp"
 #include "support/take_on_device.hpp"
 
 #include <array>
 #include <cmath>
-#include <limits>
-#include <map>
 #include <memory>
 #include <sstream>
 #include <string>
@@ -125,25 +118,9 @@ class Counting : public ga::optim::ElementwiseOptimizer<Counting, EveryOperation
   }
 };
 
-/// Lion by the paper's formula.
-void lion(at::Tensor& p, const at::Tensor& g, at::Tensor& m, const ga::optim::LionStep& by) {
-  const auto update = (by.beta1 * m + (1 - by.beta1) * g).sign();
-  p = p * (1 - by.lr * by.weight_decay) - by.lr * update;
-  m = by.beta2 * m + (1 - by.beta2) * g;
-}
-
 bool close(const at::Tensor& a, const at::Tensor& b, double tolerance) {
   return torch::allclose(a.to(at::kDouble), b.to(at::kDouble), tolerance, tolerance / 2, /*equal_nan=*/true);
 }
-
-struct Types {
-  at::ScalarType parameter, gradient, state;
-  double tolerance;
-};
-const std::vector<Types> all_types{
-    {at::kDouble, at::kDouble, at::kDouble, 1e-14},   {at::kFloat, at::kFloat, at::kFloat, 1e-6},
-    {at::kHalf, at::kHalf, at::kFloat, 1e-3},         {at::kHalf, at::kFloat, at::kFloat, 1e-3},
-    {at::kBFloat16, at::kBFloat16, at::kFloat, 8e-3}, {at::kBFloat16, at::kFloat, at::kFloat, 8e-3}};
 
 /// Five steps of windows of two micro-batches, clipped, on a parameter whose gradients are given.
 template <class Optimizer, class Options>
@@ -162,45 +139,6 @@ at::Tensor windows(const Options& options, at::ScalarType dtype) {
 }
 
 }  // namespace
-
-TEST_CASE("Lion's kernels: all instruction sets, types and sizes, against the formula in float64") {
-  torch::manual_seed(3);
-  const std::vector<ga::optim::LionStep> all{{1e-2, 0.9, 0.99, 0}, {1e-2, 0.95, 0.98, 0.5}, {0.3, 0, 0, 0.1}};
-  for (auto set : inner::instruction_sets())
-    for (auto& types : all_types)
-      for (std::int64_t n = 0; n <= 300; n += n < 40 ? 1 : 23)
-        for (auto& step : all) {
-          auto p = torch::randn({n}).to(types.parameter), m = torch::randn({n}).to(types.state);
-          const auto g = torch::randn({n}).to(types.gradient);
-          auto p64 = p.to(at::kDouble), m64 = m.to(at::kDouble);
-          lion(p64, g.to(at::kDouble) * 0.5, m64, step);
-          testing::run_kernel(set, step, {types.parameter, types.gradient, false},
-                              {.multiplier = 0.5,
-                               .parameter = p.mutable_data_ptr(),
-                               .gradient = g.const_data_ptr(),
-                               .state = {m.mutable_data_ptr()}},
-                              n);
-          REQUIRE(close(p, p64, types.tolerance));
-          REQUIRE(close(m, m64, types.state == at::kDouble ? 1e-14 : 1e-6));
-        }
-}
-
-TEST_CASE("Lion: an element without gradient and average stays, and NaN makes it NaN, not only its average") {
-  for (auto set : inner::instruction_sets())
-    for (auto dtype : {at::kFloat, at::kDouble}) {
-      auto p = torch::ones({40}, dtype), m = torch::zeros({40}, dtype), g = torch::zeros({40}, dtype);
-      const double infinity = std::numeric_limits<double>::infinity();
-      g[0] = std::nan(""), g[1] = infinity, g[2] = -infinity, g[3] = -0.0, g[4] = 1e-44;
-      testing::run_kernel(set, ga::optim::LionStep{0.25, 0.9, 0.99, 0}, {dtype, dtype, false},
-                          {.parameter = p.data_ptr(), .gradient = g.data_ptr(), .state = {m.data_ptr()}}, 40);
-      CHECK(p[0].isnan().item<bool>());
-      CHECK(p[1].item<double>() == 0.75);
-      CHECK(p[2].item<double>() == 1.25);
-      CHECK(p.slice(0, 5).eq(1).all().item<bool>());
-      CHECK(m[0].isnan().item<bool>());
-      CHECK(m[1].item<double>() == infinity);
-    }
-}
 
 TEST_CASE("steps of a program: ATen's operations on any device agree with the kernels") {
   torch::manual_seed(8);

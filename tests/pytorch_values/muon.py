@@ -8,7 +8,7 @@ import types
 
 import torch
 
-from oracle import braced, fill_with_waves, waves, write_header
+from oracle import braced, fill_with_waves, sampled_training, waves, write_header
 
 STEPS, EVERY = 61, 10
 # name: options, options of the group of the last matrix, whether to iterate in bfloat16
@@ -30,14 +30,7 @@ def run(options, second, in_bfloat16):
     matrices = [p for p in model.parameters() if p.dim() == 2]
     optimizer = torch.optim.Muon([dict(params=matrices[:2]), dict(params=matrices[2:], **second)], **options)
     x, y = waves(20, 6, start=100), waves(20, 4, start=300).square()
-    rows = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-        if step % EVERY == 0:
-            rows.append([p.detach().square().sum().item() for p in matrices])
-    return rows
+    return sampled_training(model, optimizer, x, y, matrices, STEPS, EVERY)
 
 
 def cpp(value):

@@ -67,10 +67,8 @@ inline const std::map<std::string, Baseline> optimizers = {
        {18.25890257480155, 1.1514782938956325, 25.082583931709866, 0.10657407105287157},
        {18.186314936700054, 1.1382874020591798, 25.43698346019751, 0.10483183547647719}}}},
     {"SGD_dampening",
-     {std::make_shared<torch::optim::SGDOptions>(
-          torch::optim::SGDOptions(0.1).momentum(0.9).dampening(0.4).weight_decay(0.001)),
-      std::make_shared<torch::optim::SGDOptions>(
-          torch::optim::SGDOptions(0.1).momentum(0.9).dampening(0.1).weight_decay(0.001)),
+     {std::make_shared<torch::optim::SGDOptions>(torch::optim::SGDOptions(0.1).momentum(0.9).dampening(0.4).weight_decay(0.001)),
+      std::make_shared<torch::optim::SGDOptions>(torch::optim::SGDOptions(0.1).momentum(0.9).dampening(0.1).weight_decay(0.001)),
       {{3.0501487120447734, 1.481997849415851, 1.448961323068446, 0.27634571593629964},
        {5.089723495478171, 0.695571202328143, 3.1639983638756224, 0.10614158051153637},
        {9.778782769093, 0.34780324615815106, 9.099474781725613, 0.09709500860023694},
@@ -83,10 +81,8 @@ inline const std::map<std::string, Baseline> optimizers = {
        {13.431441891842233, 0.010057771516149023, 16.670613402759724, 0.06423786176914939},
        {13.297560981968543, 0.005897561805572647, 16.729570573218847, 0.06427628532519183}}}},
     {"SGD_nesterov",
-     {std::make_shared<torch::optim::SGDOptions>(
-          torch::optim::SGDOptions(0.1).momentum(0.9).nesterov(true).weight_decay(1e-06)),
-      std::make_shared<torch::optim::SGDOptions>(
-          torch::optim::SGDOptions(0.05).momentum(0.9).nesterov(true).weight_decay(1e-06)),
+     {std::make_shared<torch::optim::SGDOptions>(torch::optim::SGDOptions(0.1).momentum(0.9).nesterov(true).weight_decay(1e-06)),
+      std::make_shared<torch::optim::SGDOptions>(torch::optim::SGDOptions(0.05).momentum(0.9).nesterov(true).weight_decay(1e-06)),
       {{3.0540581238892424, 1.4826062740593446, 1.4345880291414514, 0.2769719224860837},
        {8.82345013249036, 1.1090652953999387, 7.201581349925759, 0.003306049259102674},
        {15.182040113536916, 0.9776442914445804, 16.04231791236555, 0.008253298464247615},
@@ -211,10 +207,8 @@ inline const std::map<std::string, Baseline> optimizers = {
        {22.81339261212926, 0.010689392508627694, 7.861292391159723, 0.017011223718921414},
        {27.42385077439437, 0.002872877824048315, 9.834944312232341, 0.05309664011883458}}}},
     {"Lion_weight_decay",
-     {std::make_shared<gradaccum::optim::LionOptions>(
-          gradaccum::optim::LionOptions(0.002).betas({0.95, 0.98}).weight_decay(0.5)),
-      std::make_shared<gradaccum::optim::LionOptions>(
-          gradaccum::optim::LionOptions(0.002).betas({0.95, 0.98}).weight_decay(0.1)),
+     {std::make_shared<gradaccum::optim::LionOptions>(gradaccum::optim::LionOptions(0.002).betas({0.95, 0.98}).weight_decay(0.5)),
+      std::make_shared<gradaccum::optim::LionOptions>(gradaccum::optim::LionOptions(0.002).betas({0.95, 0.98}).weight_decay(0.1)),
       {{3.048268555835932, 1.4802492968063294, 1.458339888135809, 0.2856534812357213},
        {3.340808500269128, 0.7947089247454896, 0.9150801099656403, 0.10617728013938826},
        {3.9141976426339515, 0.38145027605783327, 0.7040766147285364, 0.014728931152345054},

@@ -2,11 +2,11 @@
 """Writes optimizers.hpp: results of Python's PyTorch for 1001 steps of each optimizer, in float64.
 
 A network 2-3-1 with sigmoids; weights and data are sines of their index, so that the C++ test needs no file and no
-generator. Two parameter groups, the second (both biases) with options of its own.
+generator. Two parameter groups, the second (both biases) with other options.
 """
 import torch
 
-from oracle import braced, fill_with_waves, waves, write_header
+from oracle import braced, fill_with_waves, sampled_training, waves, write_header
 
 STEPS, EVERY = 1001, 100
 # name: class, options of all, options of the second group
@@ -57,14 +57,7 @@ def run(name, options, second):
     kind = Lion if name == "Lion" else getattr(torch.optim, name)
     optimizer = kind([dict(params=weights), dict(params=biases, **second)], **options)
     x, y = waves(20, 2, start=100), waves(20, 1, start=300).square()
-    rows = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-        if step % EVERY == 0:
-            rows.append([p.detach().square().sum().item() for p in model.parameters()])
-    return rows
+    return sampled_training(model, optimizer, x, y, list(model.parameters()), STEPS, EVERY)
 
 
 def cpp(value):

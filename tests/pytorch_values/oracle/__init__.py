@@ -23,6 +23,18 @@ def fill_with_waves(model, amplitude=1.0):
             start += parameter.numel()
 
 
+def sampled_training(model, optimizer, x, y, parameters, steps, every):
+    """Trains, and returns the sum of squares of each parameter after every so many steps."""
+    rows = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        if step % every == 0:
+            rows.append([p.detach().square().sum().item() for p in parameters])
+    return rows
+
+
 def braced(values):
     """Formats values as a C++ initializer of a vector; repr keeps every bit of a float."""
     return "{" + ", ".join(map(repr, values)) + "}"

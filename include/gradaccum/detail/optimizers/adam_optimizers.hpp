@@ -17,7 +17,7 @@
 
 #include <gradaccum/impl/begin.ipp>
 
-/// What Adam and AdamW have in common, with float and with 8-bit moments.
+/// Adam and AdamW share these parts, with float and with 8-bit moments.
 namespace gradaccum::optim {
 
 /// Returns the settings of Adam's next step, or of AdamW's, whose options say that the weight decay is decoupled.

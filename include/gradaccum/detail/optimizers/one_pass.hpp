@@ -109,7 +109,7 @@ class OnePass : public TakesGradients {
   /// Removes the steps that the device skipped from the counts. Synchronizes if it may have skipped any.
   void sync_step_count() const;
 
-  // What this library adds to files of LibTorch's format.
+  // These functions add this library's part to files of LibTorch's format.
   void begin_saving() const;
   void end_saving(torch::serialize::OutputArchive& archive) const;
   void end_loading(torch::serialize::InputArchive& archive);

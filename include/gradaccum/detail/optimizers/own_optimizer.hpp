@@ -22,7 +22,7 @@
 #include <utility>
 #include <vector>
 
-/// What an optimizer has that LibTorch lacks: options, state, groups.
+/// The options, state and groups of an optimizer that LibTorch lacks.
 namespace gradaccum::optim {
 
 /// An option, and the name by which it is saved.

@@ -27,7 +27,7 @@ struct Multiplier;
 class StepPlan;
 class StepRows;
 
-/// What the library needs to know about the steps of a class.
+/// Describes the steps of a class to the rest of the library.
 struct StepKind {
   std::size_t number_of_states;
   const char* const* names;                   ///< of the state's tensors

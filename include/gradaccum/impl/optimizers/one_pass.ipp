@@ -183,7 +183,7 @@ GRADACCUM_INLINE void ElementSteps::move(const detail::GradientOf& gradient_of, 
   std::vector<detail::ElementStep> steps;
   detail::StepPlan plan;
   auto& states = itself().state();
-  const auto fresh = new_state();
+  std::unique_ptr<torch::optim::OptimizerParamState> fresh;  // for parameters without a state
   for (auto& group : itself().param_groups()) {
     check_options(group.options());  // may have been changed or loaded
     for (auto& parameter : group.params()) {
@@ -191,6 +191,7 @@ GRADACCUM_INLINE void ElementSteps::move(const detail::GradientOf& gradient_of, 
       if (!gradient.defined()) continue;
       detail::check_can_be_stepped(class_name(), parameter, gradient);
       const auto known = states.find(parameter.unsafeGetTensorImpl());
+      if (known == states.end() && !fresh) fresh = new_state();
       auto& state = known == states.end() ? *fresh : *known->second;
       detail::ElementStep step{step_of(group.options(), parameter, state), parameter, gradient, {}};
       if (gradient.is_sparse() && !parameter.is_cpu() && !rounds(parameter) && step.settings.only_adds_gradient) {
