@@ -36,6 +36,7 @@
 #include <gradaccum/impl/optimizers/device_steps.ipp>
 #include <gradaccum/impl/optimizers/eight_bit_moments.ipp>
 #include <gradaccum/impl/optimizers/learning_rates.ipp>
+#include <gradaccum/impl/optimizers/multi_optimizer.ipp>
 #include <gradaccum/impl/optimizers/muon.ipp>
 #include <gradaccum/impl/optimizers/one_pass.ipp>
 #include <gradaccum/impl/optimizers/param_states.ipp>

@@ -212,7 +212,7 @@ class GradAccumulator : public Accumulator {
     synchronize();
     return optimizer_;
   }
-  auto& param_groups() { return optimizer().param_groups(); }
+  decltype(auto) param_groups() { return optimizer().param_groups(); }
   void add_param_group(const torch::optim::OptimizerParamGroup& group) { optimizer().add_param_group(group); }
 
   /// Converts to LibTorch's base class, for code that takes an optimizer by reference. Its `step` counts micro-batches,

@@ -34,6 +34,7 @@
 #include <gradaccum/optim/adamw.hpp>
 #include <gradaccum/optim/adamw8bit.hpp>
 #include <gradaccum/optim/lion.hpp>
+#include <gradaccum/optim/multi_optimizer.hpp>
 #include <gradaccum/optim/muon.hpp>
 #include <gradaccum/optim/optimizer.hpp>
 #include <gradaccum/optim/sgd.hpp>

@@ -288,6 +288,11 @@ concept optimizer = requires(O& o) {
 /// and are not, it makes no update.
 struct TakesGradients {
   virtual void step(Gradients gradients) = 0;
+  /// Returns the step as a function, after its checks and with its memory, so that of several optimizers none steps if
+  /// one cannot. By default checks nothing.
+  virtual std::function<void()> prepare(Gradients gradients) {
+    return [this, gradients] { step(gradients); };
+  }
   /// Returns true if `step` leaves it to the device to check for finite gradients and to skip the step
   /// (`Gradients::judge_on_device`).
   virtual bool judges_on_device(const Gradients&) const { return false; }

@@ -3,13 +3,16 @@
 // module: optimizers
 
 #include <gradaccum/detail/build/inline.hpp>
+#include <gradaccum/detail/window/any_optimizer.hpp>
 
 #include <torch/optim/optimizer.h>
 
 #include <concepts>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <optional>
+#include <string>
 #include <vector>
 
 namespace gradaccum {
@@ -36,10 +39,13 @@ class LearningRates {
  public:
   template <class Optimizer>
   requires requires(Optimizer& optimizer) {
-    { optimizer.param_groups() } -> std::same_as<std::vector<torch::optim::OptimizerParamGroup>&>;
+    { *optimizer.param_groups().begin() } -> std::convertible_to<optim::ParamGroupRef>;
   }
   explicit LearningRates(Optimizer& optimizer)
-      : LearningRates(Groups([&optimizer]() -> auto& { return optimizer.param_groups(); })) {}
+      : LearningRates(Groups([&optimizer] {
+          auto&& groups = optimizer.param_groups();
+          return std::vector<optim::ParamGroupRef>(groups.begin(), groups.end());
+        })) {}
 
   /// Sets the first group's rate, which must be finite and >= 0, and the others in proportion.
   void set(double rate);
@@ -51,10 +57,10 @@ class LearningRates {
   double current() const { return groups()[0].options().get_lr(); }
 
  private:
-  using Groups = std::function<std::vector<torch::optim::OptimizerParamGroup>&()>;
+  using Groups = std::function<std::vector<optim::ParamGroupRef>()>;
 
   explicit LearningRates(Groups groups);
-  std::vector<torch::optim::OptimizerParamGroup>& groups() const;
+  std::vector<optim::ParamGroupRef> groups() const;
   static double rate_of(torch::optim::OptimizerOptions& options);
   void follow();
 
@@ -140,6 +146,13 @@ struct WarmupStableDecay {
 
   double operator()(std::int64_t update) const;
 };
+
+/// A rate for each optimizer of a `MultiOptimizer`, by its name, for `ga::Schedule`. Other optimizers keep theirs.
+///
+///     ga::lr::ByName rates{{"Muon", ga::lr::Cosine{.peak = 0.02, .total = 5000}},
+///                          {"AdamW", ga::lr::Linear{.peak = 1e-3, .total = 5000}}};
+///     ga::Schedule schedule{rates};                      // a policy of a Trainer with a MultiOptimizer of these two
+using ByName = std::map<std::string, std::function<double(std::int64_t update)>>;
 
 }  // namespace gradaccum::lr
 

@@ -78,16 +78,6 @@ std::shared_ptr<void> kept_owner(O&& given) {
   return nullptr;
 }
 
-/// Returns the learning rate of the first parameter group; NaN if the optimizer has no get_lr().
-template <class O>
-double learning_rate_of(O& optimizer) try {
-  if constexpr (requires { optimizer.param_groups().front().options().get_lr(); })
-    if (!optimizer.param_groups().empty()) return optimizer.param_groups().front().options().get_lr();
-  return std::numeric_limits<double>::quiet_NaN();
-} catch (const c10::Error&) {  // get_lr() of LibTorch's base class throws, for custom options
-  return std::numeric_limits<double>::quiet_NaN();
-}
-
 }  // namespace gradaccum::detail
 
 namespace gradaccum {
@@ -131,6 +121,7 @@ class Trainer : public TrainerBase {
         optimizer_(detail::pointee_of(optimizer)),
         optimizer_owner_(detail::kept_owner(std::forward<GivenOptimizer>(optimizer))),
         objective_(std::move(objective)) {
+    if constexpr (std::same_as<Optimizer, optim::MultiOptimizer>) optimizer_.check(module());
     try {
       if constexpr (!shows_progress) add_policy(Progress{.line = {.only_on_terminal = true}});
       (add_policy(std::move(policies)), ...);
@@ -206,14 +197,6 @@ class Trainer : public TrainerBase {
   static constexpr auto count_of = (std::same_as<detail::policy_t<Policy>, detail::policy_t<Policies>> + ... + 0);
   static constexpr bool shows_progress = (std::derived_from<detail::policy_t<Policies>, Progress> || ...);
 
-  double learning_rate() override { return detail::learning_rate_of(optimizer_); }
-  LearningRates learning_rates() override {
-    if constexpr (requires { LearningRates(optimizer_); })
-      return LearningRates(optimizer_);
-    else
-      TORCH_CHECK(false, "Trainer: a policy that sets learning rates needs an optimizer with param_groups(), got ",
-                  optimizer_name());
-  }
   void archive_optimizer(Archive& archive) override {
     archive("optimizer", OptimizerState(optimizer_, module(), shards()));
   }

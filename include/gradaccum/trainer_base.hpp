@@ -52,8 +52,9 @@ class TrainerBase {
   void request_save();
 
   virtual torch::nn::Module& module() = 0;
-  virtual double learning_rate() = 0;          ///< the first parameter group's; NaN if the optimizer has no get_lr()
-  virtual LearningRates learning_rates() = 0;  ///< sets the rates of the parameter groups
+  double learning_rate();  ///< the first parameter group's; NaN if the optimizer has no get_lr()
+  /// Sets the rates of all parameter groups; of a MultiOptimizer, also of the optimizer with this name only.
+  LearningRates learning_rates(const std::string& optimizer = "");
   at::Device device() const;                   ///< the device of the first parameter
   std::vector<at::Tensor> parameters() const;  ///< the optimizer's parameters
   std::string optimizer_name() const;          ///< the optimizer's class

@@ -9,6 +9,7 @@
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/gradients.hpp>
 #include <gradaccum/io/state_folder.hpp>
+#include <gradaccum/optim/multi_optimizer.hpp>
 
 #include <c10/util/Exception.h>
 #include <c10/util/FunctionRef.h>
@@ -59,8 +60,8 @@ class ModelState {
 };
 
 /// An optimizer's state by the model's parameter names, the options of its parameter groups, and an accumulator's
-/// window, even if incomplete. Supports LibTorch's optimizers except LBFGS, this library's, and any class with
-/// `state(Archive&)`.
+/// window, even if incomplete. Supports LibTorch's optimizers except LBFGS, this library's, several as a
+/// `MultiOptimizer`, and any class with `state(Archive&)`.
 template <class Optimizer>
 class OptimizerState {
  public:
@@ -76,6 +77,9 @@ class OptimizerState {
     } else if constexpr (accumulating<Optimizer>) {
       archive("window", optimizer_.named_window(module_));
       gradaccum::OptimizerState(optimizer_.optimizer(), module_, optimizer_.shards()).state(archive);
+    } else if constexpr (is_multi) {
+      for (auto& [name, optimizer] : optimizer_.members())
+        archive(name, gradaccum::OptimizerState(optimizer, module_, shards_));
     } else if constexpr (is_torch) {
       detail::archive_optimizer(archive, optimizer_, module_.named_parameters(), shards_.get());
     }
@@ -85,6 +89,8 @@ class OptimizerState {
   void check() {
     if constexpr (is_torch && !has_state)
       detail::check_has_named_state(optimizer_, module_.named_parameters());
+    else if constexpr (is_multi)
+      optimizer_.check(module_);
     else if constexpr (!has_state && !accumulating<Optimizer>)
       TORCH_CHECK(false, "OptimizerState: an optimizer of your own, such as ", detail::type_name(optimizer_),
                   ", needs a member void state(ga::Archive&)");
@@ -101,6 +107,7 @@ class OptimizerState {
       : optimizer_(optimizer), module_(module), shards_(std::move(shards)) {}
 
   static constexpr bool is_torch = std::derived_from<Optimizer, torch::optim::Optimizer>;
+  static constexpr bool is_multi = std::same_as<Optimizer, optim::MultiOptimizer>;
   static constexpr bool has_state = requires(Optimizer & optimizer, Archive& archive) { optimizer.state(archive); };
 
   Optimizer& optimizer_;

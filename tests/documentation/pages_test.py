@@ -201,8 +201,9 @@ class Pages(unittest.TestCase):
         pages = self.folder / "out/pages"
         page = (pages / "reference/grad_accumulator.md").read_text()
         headings = [line for line in page.splitlines() if line.startswith("## ")]
-        self.assertEqual(headings, [f"## {name} {{#{name}}}" for name in
-                                    ("GradAccumulator", "Accumulator", "GradAccumulatorOptions", "model", "Count")])
+        self.assertEqual(headings, [f"## {name} {{#{name.removeprefix('optim::')}}}" for name in
+                                    ("GradAccumulator", "Accumulator", "GradAccumulatorOptions", "optim::ParamGroupRef",
+                                     "optim::NamedOptimizer", "model", "Count")])
         self.assertIn("### `step` {#Accumulator.step}", page)
         self.assertNotRegex(page, "NamedWindow|others_continue")
         self.assertNotRegex((pages / "reference/policies/report.md").read_text(), "attach|on_validation")

@@ -149,7 +149,7 @@ TEST_CASE("Muon: files and named state, which Python's optimizer has, too") {
   CHECK(static_cast<MuonOptions&>(other.param_groups()[0].options()) ==
         static_cast<MuonOptions&>(one.param_groups()[0].options()));
   Muon fourth({q});
-  ga::detail::set_options(fourth, ga::detail::options_of(one));  // as in a training's state
+  ga::detail::set_options({{"", fourth}}, ga::detail::options_of({{"", one}}));  // as in a training's state
   CHECK(static_cast<MuonOptions&>(fourth.param_groups()[0].options()) ==
         static_cast<MuonOptions&>(one.param_groups()[0].options()));
   CHECK_FALSE(static_cast<MuonOptions&>(third.param_groups()[0].options()) ==

@@ -246,7 +246,11 @@ TEST_CASE("Shards: each element belongs to one rank, in whole units, balanced ov
   std::vector<std::int64_t> elements_of(static_cast<std::size_t>(world_size));
   std::int64_t all = 0;
   for (int rank = 0; rank < world_size; ++rank) {
-    const Shards shards(parameters, may_be_cut, rank, world_size);
+    ga::optim::SGD by_elements(parameters, ga::optim::SGDOptions(0.1));
+    ga::optim::Adafactor by_whole_parameters(parameters);
+    torch::optim::Optimizer* const optimizer =
+        may_be_cut ? &by_elements : static_cast<torch::optim::Optimizer*>(&by_whole_parameters);
+    const Shards shards({optimizer}, rank, world_size);
     for (std::size_t place = 0; place < parameters.size(); ++place) {
       std::int64_t end = 0;
       for (auto& piece : shards.pieces(place)) {
@@ -472,7 +476,8 @@ TEST_CASE("Shard: each rank updates only its own part") {
     rank.train(i, 1);
     for (auto& group : rank.itself->param_groups()) group.options().set_lr(0.01);  // otherwise reported as a difference
   });
-  const Shards shards(ranks[0].model->parameters(), true, 0, 2);
+  ga::optim::SGD cut(ranks[0].model->parameters(), ga::optim::SGDOptions(0.1));
+  const Shards shards({&cut}, 0, 2);
   for (std::size_t place = 0; place < shards.size(); ++place)
     for (auto& piece : shards.pieces(place)) {
       const auto here = shards.part(place, piece, ranks[0].model->parameters()[place]);

@@ -53,9 +53,9 @@ struct MuonOptions : OwnOptions<MuonOptions> {
 ///     for (auto& p : model->parameters()) (p.dim() == 2 ? matrices : others).push_back(p);
 ///     ga::optim::Muon muon(matrices, ga::optim::MuonOptions(0.02));
 ///     ga::optim::AdamW adamw(others, ga::optim::AdamWOptions(1e-3));
+///     ga::optim::MultiOptimizer both(muon, adamw);
 ///     torch::mse_loss(model->forward(x), y).backward();
-///     muon.step();
-///     adamw.step();
+///     both.step();
 ///
 /// Muon: An optimizer for hidden layers in neural networks, Jordan et al., 2024; `torch.optim.Muon`, whose options,
 /// arithmetic and state these are. A step averages the gradients, makes the direction orthogonal by a few iterations of
@@ -84,7 +84,8 @@ class Muon : public OwnOptimizer<Muon, MuonOptions, ElementState<MuonDirectionSt
   bool steps_by_elements() const override { return false; }  // products run over whole matrices
 
  private:
-  GRADACCUM_INLINE void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
+  GRADACCUM_INLINE std::function<void()> prepare_steps(const detail::GradientOf& gradient_of,
+                                                       const detail::Multiplier& multiplier) override;
 };
 
 }  // namespace gradaccum::optim

@@ -8,7 +8,10 @@
 #include <gradaccum/trainer_base.hpp>
 
 #include <algorithm>
+#include <concepts>
 #include <limits>
+#include <map>
+#include <string>
 
 namespace gradaccum {
 
@@ -20,15 +23,17 @@ namespace gradaccum {
 ///     ga::Schedule halves{[](std::int64_t update) { return 1e-2 * std::pow(0.5, update / 1000); }};
 ///
 /// `rate` is any function of the update's index, counted from 0 without skipped windows. Parameter groups keep the
-/// ratios of their rates, see `LearningRates`. Loading a state sets the rate from this schedule, which may differ from
-/// the saved run's. If `.total` is not set, the trainer predicts it at the start of each epoch from the limits of
-/// `fit`, the batches and `Accumulate`, and throws if it cannot.
+/// ratios of their rates, see `LearningRates`; `ga::lr::ByName` sets those of several optimizers one by one. Loading a
+/// state sets the rate from this schedule, which may differ from the saved run's. If `.total` is not set, the trainer
+/// predicts it at the start of each epoch from the limits of `fit`, the batches and `Accumulate`, and throws if it
+/// cannot.
 ///
 /// @note Does not synchronize.
 template <class Rate>
 class Schedule {
-  static_assert(std::is_invocable_r_v<double, Rate&, std::int64_t>,
-                "Schedule: the rate must be a function of the update: double(std::int64_t)");
+  static constexpr bool by_name = std::same_as<Rate, lr::ByName>;
+  static_assert(by_name || std::is_invocable_r_v<double, Rate&, std::int64_t>,
+                "Schedule: the rate must be a function of the update, double(std::int64_t), or a ga::lr::ByName");
 
  public:
   static constexpr std::string_view name = "schedule";
@@ -37,7 +42,11 @@ class Schedule {
 
   void attach(TrainerBase& trainer) {
     trainer_ = &trainer;
-    rates_ = trainer.learning_rates();
+    if constexpr (by_name) {
+      for (auto& [optimizer, rate] : rate_) named_.emplace(optimizer, trainer.learning_rates(optimizer));
+    } else {
+      rates_ = trainer.learning_rates();
+    }
     trainer.will_set_learning_rate();
     trainer.when_built([this] { set(trainer_->updates()); });
   }
@@ -84,18 +93,22 @@ class Schedule {
     set(trainer_->updates());
   }
   void set(std::int64_t update) {
-    if constexpr (has_total) {
+    if constexpr (by_name) {
+      for (auto& [optimizer, rate] : rate_) named_.at(optimizer).set(rate(update));
+      return;
+    } else if constexpr (has_total) {
       if (takes_total()) {
         auto whole = rate_;
         whole.total = std::max<std::int64_t>(total_.value_or(std::numeric_limits<std::int64_t>::max()), 1);
         return rates_.value().set(whole(update));
       }
     }
-    rates_.value().set(rate_(update));
+    if constexpr (!by_name) rates_.value().set(rate_(update));
   }
 
   Rate rate_;
   std::optional<LearningRates> rates_;
+  std::map<std::string, LearningRates> named_;  // in place of it, for rates by name
   const TrainerBase* trainer_ = nullptr;
   std::optional<std::int64_t> total_, epoch_begin_;  // updates, for a rate whose total is not set
 };

@@ -75,6 +75,7 @@ class OnePass : public TakesGradients {
  public:
   /// Steps with a window's gradients, and applies their factor in the same pass.
   GRADACCUM_INLINE void step(Gradients gradients) override;
+  GRADACCUM_INLINE std::function<void()> prepare(Gradients gradients) override;
   /// Returns true if all parameters are on devices, and the host has not judged the gradients.
   GRADACCUM_INLINE bool judges_on_device(const Gradients& gradients) const override;
 
@@ -101,9 +102,11 @@ class OnePass : public TakesGradients {
                                                  bool lenient) = 0;
   /// Steps with the parameters' own gradients.
   at::Tensor step_after(const torch::optim::Optimizer::LossClosure& closure);
-  /// Runs steps that have been checked, after the steps that `plan` already has.
+  /// Takes the memory for steps that have been checked, and for those in `plan`. Returns a function that runs `plan`,
+  /// then `steps`, and passes them to `finish`.
   template <class Step>
-  void run_steps(detail::StepPlan plan, const detail::Multiplier& multiplier, std::vector<Step>& steps);
+  std::function<void()> prepared(detail::StepPlan plan, const detail::Multiplier& multiplier, std::vector<Step> steps,
+                                 std::function<void(std::vector<Step>& steps)> finish);
   bool rounds_any() const { return rounding_seed_.has_value(); }
   bool rounds(const at::Tensor& parameter) const { return rounds_any() && parameter.scalar_type() == at::kBFloat16; }
   /// Removes the steps that the device skipped from the counts. Synchronizes if it may have skipped any.
@@ -126,8 +129,9 @@ class OnePass : public TakesGradients {
                                                         detail::NamedTensors tensors, bool lenient);
 
   const torch::optim::Optimizer& itself() const { return const_cast<OnePass&>(*this).itself(); }
-  /// Steps all parameters that have a gradient.
-  virtual void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) = 0;
+  /// Prepares a step of all parameters that have a gradient.
+  virtual std::function<void()> prepare_steps(const detail::GradientOf& gradient_of,
+                                              const detail::Multiplier& multiplier) = 0;
 
   void check_distinct();
   template <class Step>
@@ -152,7 +156,8 @@ class ElementSteps : public OnePass {
   virtual detail::StateParts parts_of(torch::optim::OptimizerParamState& state) const = 0;
 
  protected:
-  GRADACCUM_INLINE void move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) override;
+  GRADACCUM_INLINE std::function<void()> prepare_steps(const detail::GradientOf& gradient_of,
+                                                       const detail::Multiplier& multiplier) override;
 };
 
 /// LibTorch's optimizer `Base` with the steps of `Core`. `Derived` has a `name`.

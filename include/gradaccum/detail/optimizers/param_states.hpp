@@ -5,6 +5,7 @@
 
 #include <gradaccum/archive.hpp>
 #include <gradaccum/detail/state/pieces.hpp>
+#include <gradaccum/detail/window/any_optimizer.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 
 #include <ATen/core/Tensor.h>
@@ -77,10 +78,11 @@ void check_has_named_state(torch::optim::Optimizer& optimizer, const NamedParame
 
 /// Saves or loads the options of all groups.
 void archive_groups(Archive& archive, torch::optim::Optimizer& optimizer);
-/// Returns the options of all groups by name, such as group0.lr; empty for classes whose options cannot be saved.
-Archive::Values options_of(torch::optim::Optimizer& optimizer);
+/// Returns the options of all groups by name, such as group0.lr or, with the optimizer's name, AdamW.group0.lr. Leaves
+/// out classes whose options cannot be saved.
+Archive::Values options_of(const std::vector<optim::NamedOptimizer>& optimizers);
 /// Sets options with the names that options_of() returns.
-void set_options(torch::optim::Optimizer& optimizer, Archive::Values options);
+void set_options(const std::vector<optim::NamedOptimizer>& optimizers, const Archive::Values& options);
 
 }  // namespace gradaccum::detail
 

@@ -107,7 +107,6 @@ class ReplicaCommunicator final : public Communicator {
   std::shared_ptr<Connections> connections_;  // nullptr once the replicas are destroyed
   const ReplicasOptions options_;
   std::shared_ptr<Shards> shards_;
-  const torch::optim::Optimizer* sharded_ = nullptr;
   Connections::Channel channel_ = Connections::Channel::gradients;
   std::shared_ptr<GradientExchange> exchange_;  // the window's exchange, from the first backward that sends
   bool announced_ = false;                      // true if other ranks wait for the end of the window

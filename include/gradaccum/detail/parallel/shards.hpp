@@ -21,7 +21,7 @@ namespace gradaccum::detail {
 /// A parameter is cut along its memory into a piece per rank, in multiples of `unit` except at its end. A parameter
 /// that is too small for that, or not contiguous, goes to one rank as a whole; so do all parameters of an optimizer
 /// whose step needs whole parameters. The largest are divided first, and remainders go to the rank with the fewest
-/// bytes. The division depends on the parameters only, so it is equal on all ranks.
+/// bytes. The division depends on the parameters only, so it is equal on all ranks. Several optimizers share one.
 class Shards {
  public:
   /// A range of a parameter's elements in memory, and its rank.
@@ -32,8 +32,9 @@ class Shards {
   };
   static constexpr std::int64_t unit = 4096;  ///< elements: whole blocks of 8-bit moments, whole pages of memory
 
-  Shards(std::vector<at::Tensor> parameters, bool may_be_cut, int rank, int world_size);
+  Shards(std::vector<torch::optim::Optimizer*> optimizers, int rank, int world_size);
 
+  const std::vector<torch::optim::Optimizer*>& optimizers() const { return optimizers_; }
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
   std::size_t size() const { return parameters_.size(); }
   int rank() const { return rank_; }
@@ -47,7 +48,6 @@ class Shards {
   /// Returns the pieces of a parameter in memory order, which is the order of ranks if it is cut.
   const std::vector<Piece>& pieces(std::size_t place) const { return pieces_[place]; }
   bool is_cut(std::size_t place) const { return pieces_[place].size() > 1; }
-  bool any_is_cut() const { return number_of_pieces() > size(); }
   /// Returns this rank's piece, without elements if it has none.
   Piece own_piece(std::size_t place) const {
     const auto& own = pieces(place)[is_cut(place) ? static_cast<std::size_t>(rank_) : 0];
@@ -69,17 +69,20 @@ class Shards {
   }
 
   void check_parameters(const std::vector<at::Tensor>& parameters) const;
-  /// Throws if the optimizer's parameters or their memory have changed, or if it has state of whole parameters.
-  void check(const torch::optim::Optimizer& optimizer) const;
+  /// Throws if an optimizer's parameters or their memory have changed, or if it has state of whole parameters.
+  void check() const;
+  /// Throws if an optimizer would step pieces, and needs whole parameters by now.
+  void check_can_be_stepped() const;
 
-  /// Runs `work`, after `check`, while the optimizer's groups hold `own` in place of the parameters.
-  void with_own(torch::optim::Optimizer& optimizer, c10::function_ref<void()> work);
+  /// Runs `work`, after `check`, while the optimizers' groups hold `own` in place of the parameters.
+  void with_own(c10::function_ref<void()> work);
 
  private:
   static std::vector<Piece> cut(std::int64_t elements, const std::vector<std::size_t>& ranks);
   void divide(std::size_t place, bool may_be_cut, std::vector<std::int64_t>& bytes_of_rank);
-  void swap_groups(torch::optim::Optimizer& optimizer) noexcept;
+  void swap_groups() noexcept;
 
+  std::vector<torch::optim::Optimizer*> optimizers_;
   std::vector<at::Tensor> parameters_, own_;
   std::vector<std::vector<Piece>> pieces_;
   int rank_, world_size_;

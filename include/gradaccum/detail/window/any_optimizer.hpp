@@ -4,14 +4,33 @@
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/gradients.hpp>
 
+#include <torch/optim/optimizer.h>
+
 #include <functional>
 #include <optional>
 #include <string>
+#include <vector>
 
-namespace torch::optim {
-class Optimizer;
-class OptimizerOptions;
-}  // namespace torch::optim
+namespace gradaccum::optim {
+
+/// A parameter group, by reference.
+class ParamGroupRef {
+ public:
+  ParamGroupRef(torch::optim::OptimizerParamGroup& group) : group_(&group) {}  // NOLINT(google-explicit-constructor)
+  std::vector<at::Tensor>& params() const { return group_->params(); }
+  torch::optim::OptimizerOptions& options() const { return group_->options(); }
+
+ private:
+  torch::optim::OptimizerParamGroup* group_;
+};
+
+/// One of the optimizers of a `MultiOptimizer`.
+struct NamedOptimizer {
+  std::string name;
+  torch::optim::Optimizer& optimizer;
+};
+
+}  // namespace gradaccum::optim
 
 namespace gradaccum::detail {
 
@@ -21,18 +40,19 @@ class AnyOptimizer {
   virtual ~AnyOptimizer() = default;
   virtual std::vector<at::Tensor> parameters() const = 0;  ///< all parameters, group by group
   virtual at::Device device() const = 0;                   ///< the first parameter's; the CPU if there is none
+  /// Returns the groups; nothing if they are not of LibTorch's class.
+  virtual std::vector<optim::ParamGroupRef> param_groups() const = 0;
   /// Steps an optimizer without a `taker`. Unless it takes gradients, the factor must have been applied to `.grad`.
   virtual void step(const Gradients& gradients) = 0;
   virtual void zero_grad(bool set_to_none) = 0;
   virtual std::string name() const = 0;  ///< the class name
-  /// Returns true if a part of a parameter may be stepped. False for classes derived from LibTorch's.
-  bool steps_by_elements() const;
-  bool rates_are_0() const;  ///< true if the learning rate of each group is 0; false if a rate is unknown
+  bool rates_are_0() const;              ///< true if the learning rate of each group is 0; false if a rate is unknown
 
-  const void* address = nullptr;                       ///< equal through references to any of its base classes
-  TakesGradients* taker = nullptr;                     ///< the optimizer, if it derives from TakesGradients
-  bool takes_gradients = false;                        ///< also if it only has a function `step(Gradients)`
-  torch::optim::Optimizer* torch_optimizer = nullptr;  ///< nullptr for another kind of optimizer
+  const void* address = nullptr;    ///< equal through references to any of its base classes
+  TakesGradients* taker = nullptr;  ///< the optimizer, if it derives from TakesGradients
+  bool takes_gradients = false;     ///< also if it only has a function `step(Gradients)`
+  /// LibTorch's optimizers that it is: itself, without a name; a MultiOptimizer's members; none for another kind.
+  std::vector<optim::NamedOptimizer> members;
 };
 
 template <class O>
@@ -45,7 +65,11 @@ class OptimizerOf final : public AnyOptimizer {
       taker = dynamic_cast<TakesGradients*>(&optimizer);
     }
     takes_gradients = taker || takes_by_itself;
-    if constexpr (std::derived_from<O, torch::optim::Optimizer>) torch_optimizer = &optimizer;
+    if constexpr (std::derived_from<O, torch::optim::Optimizer>) members.push_back({"", optimizer});
+    if constexpr (requires { optimizer.all_take_gradients(); }) {
+      for (auto& member : optimizer.members()) members.push_back(member);
+      takes_gradients = optimizer.all_take_gradients();
+    }
   }
 
   std::vector<at::Tensor> parameters() const override { return parameters_of(optimizer_); }
@@ -54,6 +78,12 @@ class OptimizerOf final : public AnyOptimizer {
       for (auto& parameter : group.params())
         if (parameter.defined()) return parameter.device();
     return at::kCPU;
+  }
+  std::vector<optim::ParamGroupRef> param_groups() const override {
+    std::vector<optim::ParamGroupRef> all;
+    for (auto& group : optimizer_.param_groups())
+      if constexpr (std::convertible_to<decltype(group), optim::ParamGroupRef>) all.push_back(group);
+    return all;
   }
   void step(const Gradients& gradients) override {
     if constexpr (takes_by_itself)
@@ -75,8 +105,13 @@ class OptimizerOf final : public AnyOptimizer {
   O& optimizer_;
 };
 
+/// Returns true if a part of a parameter may be stepped. False for classes derived from LibTorch's.
+bool steps_by_elements(const torch::optim::Optimizer& optimizer);
+
 /// Returns nothing for user-made options without a learning rate, for which LibTorch's base class throws.
 std::optional<double> learning_rate(const torch::optim::OptimizerOptions& options);
+/// Returns nothing for a group without options, too.
+std::optional<double> learning_rate(const optim::ParamGroupRef& group);
 
 /// Runs a closure with gradients enabled, and returns its loss; an undefined tensor without a closure.
 at::Tensor loss_of(const std::function<at::Tensor()>& closure);

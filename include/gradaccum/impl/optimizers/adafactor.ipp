@@ -374,7 +374,8 @@ GRADACCUM_INLINE detail::AdafactorStep Adafactor::next_step(const AdafactorOptio
           has_momentum ? state.exp_avg() : at::Tensor()};
 }
 
-GRADACCUM_INLINE void Adafactor::move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) {
+GRADACCUM_INLINE std::function<void()> Adafactor::prepare_steps(const detail::GradientOf& gradient_of,
+                                                                const detail::Multiplier& multiplier) {
   std::vector<detail::AdafactorStep> steps;
   std::vector<AdafactorParamState> states;
   for (auto& group : param_groups()) {
@@ -389,12 +390,13 @@ GRADACCUM_INLINE void Adafactor::move(const detail::GradientOf& gradient_of, con
       steps.push_back(next_step(options, parameter, gradient, state));
     }
   }
-  run_steps({}, multiplier, steps);
-  for (std::size_t i = 0; i < steps.size(); ++i) {
-    auto& own = state_[steps[i].parameter.unsafeGetTensorImpl()];
-    if (!own) own = new_state();
-    static_cast<AdafactorParamState&>(*own) = std::move(states[i]);
-  }
+  return prepared<detail::AdafactorStep>({}, multiplier, std::move(steps), [this, states](auto& stepped) {
+    for (std::size_t i = 0; i < stepped.size(); ++i) {
+      auto& own = state_[stepped[i].parameter.unsafeGetTensorImpl()];
+      if (!own) own = new_state();
+      static_cast<AdafactorParamState&>(*own) = states[i];
+    }
+  });
 }
 
 }  // namespace gradaccum::optim

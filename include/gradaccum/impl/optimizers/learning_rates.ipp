@@ -24,8 +24,8 @@ GRADACCUM_INLINE LearningRates::LearningRates(Groups groups) : groups_(std::move
   follow();
 }
 
-GRADACCUM_INLINE std::vector<torch::optim::OptimizerParamGroup>& LearningRates::groups() const {
-  auto& groups = groups_();
+GRADACCUM_INLINE std::vector<optim::ParamGroupRef> LearningRates::groups() const {
+  auto groups = groups_();
   TORCH_CHECK(!groups.empty(), "LearningRates: the optimizer must have a parameter group");
   return groups;
 }
@@ -46,7 +46,7 @@ GRADACCUM_INLINE double LearningRates::rate_of(torch::optim::OptimizerOptions& o
 
 /// Computes the ratios of new groups.
 GRADACCUM_INLINE void LearningRates::follow() {
-  auto& groups = this->groups();
+  const auto groups = this->groups();
   auto ratios = ratios_;
   ratios.resize(std::min(ratios.size(), groups.size()));
   for (auto i = ratios.size(); i < groups.size(); ++i) {
@@ -64,7 +64,8 @@ GRADACCUM_INLINE void LearningRates::set(double rate) {
   for (auto ratio : ratios_)
     TORCH_CHECK(detail::is_finite(rate * ratio), "LearningRates: a group's rate must be finite, got ", rate, " * ",
                 ratio);
-  for (std::size_t i = 0; i < ratios_.size(); ++i) groups()[i].options().set_lr(rate * ratios_[i]);
+  const auto groups = this->groups();
+  for (std::size_t i = 0; i < ratios_.size(); ++i) groups[i].options().set_lr(rate * ratios_[i]);
 }
 
 GRADACCUM_INLINE void LearningRates::reduce(double factor, double least, double eps) {

@@ -135,7 +135,7 @@ GRADACCUM_INLINE void Muon::check_group(const torch::optim::OptimizerParamGroup&
   TORCH_CHECK(others.empty(), "Muon: its parameters must be matrices, got shapes ", others,
               any_has_more ? "; flatten(true) takes those of more dimensions as matrices of [out, all others]" : "",
               "; give the others to AdamW: for (auto& p : model->parameters()) (p.dim() == 2 ? matrices : "
-              "others).push_back(p); and step both optimizers");
+              "others).push_back(p); and step both by MultiOptimizer(muon, adamw)");
 }
 
 GRADACCUM_INLINE at::ScalarType Muon::ns_dtype(const MuonOptions& options, const at::Tensor& parameter) {
@@ -144,7 +144,8 @@ GRADACCUM_INLINE at::ScalarType Muon::ns_dtype(const MuonOptions& options, const
   return is_bf16_fast(parameter.device()) ? at::kBFloat16 : at::kFloat;
 }
 
-GRADACCUM_INLINE void Muon::move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) {
+GRADACCUM_INLINE std::function<void()> Muon::prepare_steps(const detail::GradientOf& gradient_of,
+                                                           const detail::Multiplier& multiplier) {
   std::vector<detail::MuonBatch> batches;
   for (auto& group : param_groups()) {
     const auto& options = static_cast<const MuonOptions&>(group.options());
@@ -186,7 +187,7 @@ GRADACCUM_INLINE void Muon::move(const detail::GradientOf& gradient_of, const de
       auto& step = directions.emplace_back(
           detail::ElementStep{MuonDirectionStep{by.momentum(), by.nesterov()}, direction, gradient});
       if (known) step.state[0] = known->of[0];
-      prepare(step, multiplier);
+      detail::prepare(step, multiplier);
       updates.push_back({update, parameter, direction});
     }
     products.emplace_back(all.device(), std::make_unique<detail::NewtonSchulz>(all, by, batch.dtype));
@@ -197,12 +198,15 @@ GRADACCUM_INLINE void Muon::move(const detail::GradientOf& gradient_of, const de
   if (!on_devices.empty()) plan_steps(plan, on_devices, multiplier, name);
   if (!on_cpu.empty()) plan.add(at::kCPU, std::make_unique<detail::CpuSteps>(on_cpu, multiplier));
   for (auto& [device, product] : products) plan.add(device, std::move(product));
-  run_steps(std::move(plan), {.found_inf = multiplier.found_inf}, updates);
-  for (std::size_t i = 0; i < updates.size(); ++i) {
-    auto& state = state_[updates[i].parameter.unsafeGetTensorImpl()];
-    if (!state) state = new_state();
-    static_cast<ElementState<MuonDirectionStep>&>(*state).of[0] = directions[i].state[0];
-  }
+  const auto finish = [this, directions = std::move(directions)](auto& stepped) {
+    for (std::size_t i = 0; i < stepped.size(); ++i) {
+      auto& state = state_[stepped[i].parameter.unsafeGetTensorImpl()];
+      if (!state) state = new_state();
+      static_cast<ElementState<MuonDirectionStep>&>(*state).of[0] = directions[i].state[0];
+    }
+  };
+  return prepared<detail::ElementStep>(std::move(plan), {.found_inf = multiplier.found_inf}, std::move(updates),
+                                       finish);
 }
 
 }  // namespace gradaccum::optim

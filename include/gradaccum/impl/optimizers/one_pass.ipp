@@ -70,13 +70,15 @@ GRADACCUM_INLINE at::Tensor OnePass::step_after(const torch::optim::Optimizer::L
   sync_step_count();
   at::NoGradGuard no_grad;
   check_distinct();
-  move(detail::GradientOf(), {});
+  prepare_steps(detail::GradientOf(), {})();
   return loss;
 }
 
-GRADACCUM_INLINE void OnePass::step(Gradients gradients) {
+GRADACCUM_INLINE void OnePass::step(Gradients gradients) { prepare(std::move(gradients))(); }
+
+GRADACCUM_INLINE std::function<void()> OnePass::prepare(Gradients gradients) {
   const bool left_to_device = judges_on_device(gradients);
-  if (!left_to_device && gradients.overflowed()) return;
+  if (!left_to_device && gradients.overflowed()) return [] {};
   const detail::GradientOf gradient_of(gradients);
   bool any = gradient_of.empty();
   detail::for_each_parameter(itself(), [&](auto& parameter) { any = any || gradient_of(parameter).defined(); });
@@ -87,14 +89,14 @@ GRADACCUM_INLINE void OnePass::step(Gradients gradients) {
   if (!left_to_device) {
     sync_step_count();
     check_distinct();
-    return move(gradient_of, by);
+    return prepare_steps(gradient_of, by);
   }
   // Counts the step as if it were taken. `skipped_steps_` counts on the device the steps that were not.
   auto parameters = gradients.parameters();
   if (!detail::same_parameters(parameters, concerned_)) sync_step_count();
   by.found_inf = gradients.judge_on_device();
   check_distinct();
-  if (!counts_steps()) return move(gradient_of, by);
+  if (!counts_steps()) return prepare_steps(gradient_of, by);
   const auto device = by.found_inf.device();
   if (skipped_steps_.defined()) by.skipped_steps = skipped_steps_.to(device);
   auto skipped_steps = by.skipped_steps;
@@ -102,9 +104,12 @@ GRADACCUM_INLINE void OnePass::step(Gradients gradients) {
     const c10::InferenceMode can_be_changed_after_it(false);
     skipped_steps = at::zeros({}, at::TensorOptions(at::kFloat).device(device));
   }
-  move(gradient_of, by);
-  skipped_steps_ = skipped_steps.add_(by.found_inf);
-  concerned_ = std::move(parameters);
+  return [this, run = prepare_steps(gradient_of, by), skipped_steps, found_inf = by.found_inf, parameters] {
+    run();
+    const at::NoGradGuard without_graph;
+    skipped_steps_ = skipped_steps.add_(found_inf);
+    concerned_ = parameters;
+  };
 }
 
 GRADACCUM_INLINE bool OnePass::judges_on_device(const Gradients& gradients) const {
@@ -158,7 +163,8 @@ void OnePass::set_rounding_keys(std::vector<Step>& steps, std::vector<std::int64
 }
 
 template <class Step>
-void OnePass::run_steps(detail::StepPlan plan, const detail::Multiplier& multiplier, std::vector<Step>& steps) {
+std::function<void()> OnePass::prepared(detail::StepPlan plan, const detail::Multiplier& multiplier,
+                                        std::vector<Step> steps, std::function<void(std::vector<Step>& steps)> finish) {
   auto rounded_steps = rounded_steps_;  // kept once nothing can fail any more
   set_rounding_keys(steps, rounded_steps);
   const auto on_cpu = [](auto& step) { return step.parameter.is_cpu(); };
@@ -172,14 +178,25 @@ void OnePass::run_steps(detail::StepPlan plan, const detail::Multiplier& multipl
   }
   const double on_host = any_on_cpu ? detail::host_number(multiplier) : 1;
   plan.allocate();
-  rounded_steps_ = std::move(rounded_steps);
-  plan.run();  // first, since the processor's part may wait for devices
-  if (any_on_cpu) step_on_cpu(steps, on_host);
-  at::autocast::clear_cache();  // its casts are of the old parameters
+  struct Prepared {
+    detail::StepPlan plan;
+    std::vector<Step> steps;
+    std::vector<std::int64_t> rounded_steps;
+  };
+  auto own = std::make_shared<Prepared>(Prepared{std::move(plan), std::move(steps), std::move(rounded_steps)});
+  return [this, own, any_on_cpu, on_host, finish = std::move(finish)] {
+    const at::NoGradGuard no_grad;
+    rounded_steps_ = std::move(own->rounded_steps);
+    own->plan.run();  // first, since the processor's part may wait for devices
+    if (any_on_cpu) step_on_cpu(own->steps, on_host);
+    at::autocast::clear_cache();  // its casts are of the old parameters
+    finish(own->steps);
+  };
 }
 
 /// Each parameter's state changes only after all steps.
-GRADACCUM_INLINE void ElementSteps::move(const detail::GradientOf& gradient_of, const detail::Multiplier& multiplier) {
+GRADACCUM_INLINE std::function<void()> ElementSteps::prepare_steps(const detail::GradientOf& gradient_of,
+                                                                   const detail::Multiplier& multiplier) {
   std::vector<detail::ElementStep> steps;
   detail::StepPlan plan;
   auto& states = itself().state();
@@ -201,22 +218,23 @@ GRADACCUM_INLINE void ElementSteps::move(const detail::GradientOf& gradient_of, 
       const auto parts = parts_of(state);
       for (std::size_t i = 0; i < parts.tensors.size(); ++i)
         if (parts.tensors[i]) step.state[i] = *parts.tensors[i];
-      prepare(step, multiplier);
+      detail::prepare(step, multiplier);
       steps.push_back(std::move(step));
     }
   }
   const auto place = [](const detail::ElementStep& step) { return step.settings.kind->place; };
   if (!std::ranges::is_sorted(steps, {}, place)) std::ranges::stable_sort(steps, {}, place);  // for few launches
-  run_steps(std::move(plan), multiplier, steps);
-  for (auto& step : steps) {
-    if (step.settings.states == 0 && !counts_steps()) continue;
-    auto& state = states[step.parameter.unsafeGetTensorImpl()];
-    if (!state) state = new_state();
-    const auto parts = parts_of(*state);
-    for (std::size_t i = 0; i < parts.tensors.size(); ++i)
-      if (parts.tensors[i]) *parts.tensors[i] = stored_state(step, i);
-    if (parts.step) ++*parts.step;
-  }
+  return prepared<detail::ElementStep>(std::move(plan), multiplier, std::move(steps), [this, &states](auto& stepped) {
+    for (auto& step : stepped) {
+      if (step.settings.states == 0 && !counts_steps()) continue;
+      auto& state = states[step.parameter.unsafeGetTensorImpl()];
+      if (!state) state = new_state();
+      const auto parts = parts_of(*state);
+      for (std::size_t i = 0; i < parts.tensors.size(); ++i)
+        if (parts.tensors[i]) *parts.tensors[i] = stored_state(step, i);
+      if (parts.step) ++*parts.step;
+    }
+  });
 }
 
 GRADACCUM_INLINE void OnePass::begin_saving() const {
@@ -275,8 +293,12 @@ GRADACCUM_INLINE void OnePass::set_rounded_steps(std::vector<std::int64_t> steps
 }
 
 #ifdef GRADACCUM_COMPILED
-template void OnePass::run_steps(detail::StepPlan, const detail::Multiplier&, std::vector<detail::ElementStep>&);
-template void OnePass::run_steps(detail::StepPlan, const detail::Multiplier&, std::vector<detail::AdafactorStep>&);
+template std::function<void()> OnePass::prepared(detail::StepPlan, const detail::Multiplier&,
+                                                 std::vector<detail::ElementStep>,
+                                                 std::function<void(std::vector<detail::ElementStep>&)>);
+template std::function<void()> OnePass::prepared(detail::StepPlan, const detail::Multiplier&,
+                                                 std::vector<detail::AdafactorStep>,
+                                                 std::function<void(std::vector<detail::AdafactorStep>&)>);
 #endif
 
 }  // namespace gradaccum::optim

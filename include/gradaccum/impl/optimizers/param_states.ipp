@@ -250,17 +250,27 @@ GRADACCUM_INLINE void archive_groups(Archive& archive, torch::optim::Optimizer& 
   for (std::size_t i = 0; i < groups.size(); ++i) archive("group" + std::to_string(i), GroupState{groups[i]});
 }
 
-GRADACCUM_INLINE Archive::Values options_of(torch::optim::Optimizer& optimizer) try {
-  Archive archive;
-  archive_groups(archive, optimizer);
-  return archive.values();
-} catch (const c10::Error&) {  // options of a user's class
-  return {};
+GRADACCUM_INLINE Archive::Values options_of(const std::vector<optim::NamedOptimizer>& optimizers) {
+  Archive::Values all;
+  for (auto& [name, optimizer] : optimizers) try {
+      Archive archive;
+      archive_groups(archive, optimizer);
+      for (auto& [option, value] : archive.values()) all.emplace(name.empty() ? option : name + "." + option, value);
+    } catch (const c10::Error&) {  // options of a user's class
+    }
+  return all;
 }
 
-GRADACCUM_INLINE void set_options(torch::optim::Optimizer& optimizer, Archive::Values options) {
-  Archive archive(std::move(options));
-  archive_groups(archive, optimizer);
+GRADACCUM_INLINE void set_options(const std::vector<optim::NamedOptimizer>& optimizers,
+                                  const Archive::Values& options) {
+  for (auto& [name, optimizer] : optimizers) {
+    const auto prefix = name.empty() ? name : name + ".";
+    Archive::Values own;
+    for (auto& [option, value] : options)
+      if (option.starts_with(prefix)) own.emplace(option.substr(prefix.size()), value);
+    Archive archive(std::move(own));
+    archive_groups(archive, optimizer);
+  }
 }
 
 }  // namespace gradaccum::detail

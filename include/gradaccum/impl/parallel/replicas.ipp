@@ -5,10 +5,10 @@
 #include <gradaccum/replicas.hpp>
 
 #include <gradaccum/detail/data/samples.hpp>
+#include <gradaccum/detail/parallel/shards.hpp>
 #include <gradaccum/detail/state/pieces.hpp>
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/detail/window/open_window.hpp>
-#include <gradaccum/detail/parallel/shards.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 
 #include <ATen/core/grad_mode.h>
@@ -659,21 +659,27 @@ GRADACCUM_INLINE void ReplicaCommunicator::disconnect() {
 
 GRADACCUM_INLINE void ReplicaCommunicator::join(AnyOptimizer& optimizer) {
   if (options_.shard == Shard::none) return;
-  const auto* const itself = optimizer.torch_optimizer;
-  TORCH_CHECK(itself, "Shard: the optimizer must be a torch::optim::Optimizer, whose groups can take shards; got ",
+  TORCH_CHECK(!optimizer.members.empty(),
+              "Shard: the optimizer must be a torch::optim::Optimizer, whose groups can take shards; got ",
               optimizer.name());
-  TORCH_CHECK(itself->state().empty(), "Shard: ", optimizer.name(),
-              " must not have any state yet, as torch::optim::Adagrad has from construction and others after a step; "
-              "load a state after the Replicas are constructed, by ga::load or ga::OptimizerState of the accumulator");
-  sharded_ = itself;
-  shards_ = std::make_shared<Shards>(optimizer.parameters(), optimizer.steps_by_elements(), rank(),
-                                     connections_->world_size());
+  std::vector<torch::optim::Optimizer*> members;
+  for (auto& [name, member] : optimizer.members) {
+    TORCH_CHECK(
+        member.state().empty(), "Shard: ", type_name(member),
+        " must not have any state yet, as torch::optim::Adagrad has from construction and others after a step; "
+        "load a state after the Replicas are constructed, by ga::load or ga::OptimizerState of the accumulator");
+    members.push_back(&member);
+  }
+  shards_ = std::make_shared<Shards>(std::move(members), rank(), connections_->world_size());
 }
 
 GRADACCUM_INLINE std::string ReplicaCommunicator::settings_of_sharded() const {
   std::string lines;
-  for (std::size_t i = 0; sharded_ != nullptr && i < sharded_->param_groups().size(); ++i)
-    lines += plain_text("learning rate of group ", i, ": ", sharded_->param_groups()[i].options().get_lr(), "\n");
+  if (!shards_) return lines;
+  int i = 0;
+  for (auto* const optimizer : shards_->optimizers())
+    for (auto& group : optimizer->param_groups())
+      lines += plain_text("learning rate of group ", i++, ": ", group.options().get_lr(), "\n");
   return lines;
 }
 
@@ -778,14 +784,11 @@ GRADACCUM_INLINE StepResult ReplicaCommunicator::step(AnyOptimizer& optimizer,
   StepResult result = StepResult::empty;
   or_give_up([&] {
     if (!used_.empty()) {
-      TORCH_CHECK(optimizer.steps_by_elements() || !shards_->any_is_cut(), "Shard: ", optimizer.name(),
-                  " was set to step whole parameters after they had been sharded; call stochastic_rounding before the "
-                  "Replicas are constructed");
-      shards_->check(*optimizer.torch_optimizer);
+      shards_->check_can_be_stepped();
+      shards_->check();
       auto gradients = window->handle();
       const bool skipped = gradients.overflowed();  // on all ranks: the host knows the findings on all pieces
-      if (!skipped && !gradients.raw().empty())
-        shards_->with_own(*optimizer.torch_optimizer, [&] { step_optimizer(optimizer, gradients); });
+      if (!skipped && !gradients.raw().empty()) shards_->with_own([&] { step_optimizer(optimizer, gradients); });
       result = skipped ? StepResult::skipped : StepResult::stepped;
     }
     if (result) all_gather_parameters(*connections_, channel_, *shards_, used_, options_.bucket_bytes);

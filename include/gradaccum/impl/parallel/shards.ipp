@@ -4,6 +4,8 @@
 
 #include <gradaccum/detail/parallel/shards.hpp>
 
+#include <gradaccum/detail/types/types.hpp>
+#include <gradaccum/detail/window/any_optimizer.hpp>
 #include <gradaccum/detail/window/seen_tensor.hpp>
 #include <gradaccum/gradients.hpp>
 
@@ -22,14 +24,27 @@
 
 namespace gradaccum::detail {
 
-GRADACCUM_INLINE Shards::Shards(std::vector<at::Tensor> parameters, bool may_be_cut, int rank, int world_size)
-    : parameters_(std::move(parameters)), pieces_(parameters_.size()), rank_(rank), world_size_(world_size) {
+/// Calls `visit` with each optimizer and each of its parameters.
+void for_each_parameter(const std::vector<torch::optim::Optimizer*>& optimizers, const auto& visit) {
+  for (auto* const optimizer : optimizers)
+    for (auto& group : optimizer->param_groups())
+      for (auto& parameter : group.params()) visit(*optimizer, parameter);
+}
+
+GRADACCUM_INLINE Shards::Shards(std::vector<torch::optim::Optimizer*> optimizers, int rank, int world_size)
+    : optimizers_(std::move(optimizers)), rank_(rank), world_size_(world_size) {
   const at::NoGradGuard no_grad;
+  std::vector<bool> may_be_cut;
+  for_each_parameter(optimizers_, [&](auto& optimizer, auto& parameter) {
+    parameters_.push_back(parameter);
+    may_be_cut.push_back(steps_by_elements(optimizer));
+  });
+  pieces_.resize(size());
   std::vector<std::size_t> largest_first(size());
   std::iota(largest_first.begin(), largest_first.end(), std::size_t{0});
   std::ranges::stable_sort(largest_first, std::greater(), [&](auto place) { return parameters_[place].nbytes(); });
   std::vector<std::int64_t> bytes_of_rank(static_cast<std::size_t>(world_size));
-  for (auto place : largest_first) divide(place, may_be_cut, bytes_of_rank);
+  for (auto place : largest_first) divide(place, may_be_cut[place], bytes_of_rank);
   for (std::size_t place = 0; place < size(); ++place) {
     const auto& parameter = parameters_[place];
     const auto piece = own_piece(place);
@@ -72,9 +87,9 @@ GRADACCUM_INLINE std::vector<Shards::Piece> Shards::cut(std::int64_t elements, c
   return pieces;
 }
 
-GRADACCUM_INLINE void Shards::with_own(torch::optim::Optimizer& optimizer, c10::function_ref<void()> work) {
-  swap_groups(optimizer);
-  const auto back = c10::make_scope_exit([&] { swap_groups(optimizer); });
+GRADACCUM_INLINE void Shards::with_own(c10::function_ref<void()> work) {
+  swap_groups();
+  const auto back = c10::make_scope_exit([&] { swap_groups(); });
   work();
 }
 
@@ -84,26 +99,36 @@ GRADACCUM_INLINE void Shards::check_parameters(const std::vector<at::Tensor>& pa
       "Shard: the optimizer's parameters must not change after the Replicas are constructed; add them before that");
 }
 
-GRADACCUM_INLINE void Shards::check(const torch::optim::Optimizer& optimizer) const {
-  check_parameters(parameters_of(optimizer));
-  for (std::size_t place = 0; place < size(); ++place) {
-    const auto& parameter = parameters_[place];
+GRADACCUM_INLINE void Shards::check() const {
+  std::vector<at::Tensor> now;
+  for_each_parameter(optimizers_, [&](auto&, auto& parameter) { now.push_back(parameter); });
+  check_parameters(now);
+  std::size_t place = 0;
+  for_each_parameter(optimizers_, [&](auto& optimizer, auto& parameter) {
     const auto piece = own_piece(place);
     const auto* const begin = static_cast<const char*>(parameter.const_data_ptr()) +
                               piece.begin * static_cast<std::int64_t>(parameter.element_size());
-    TORCH_CHECK(piece.size() == 0 || own_[place].const_data_ptr() == begin, "Shard: a parameter of shape ",
-                parameter.sizes(),
+    const auto& own = own_[place++];
+    TORCH_CHECK(piece.size() == 0 || own.const_data_ptr() == begin, "Shard: a parameter of shape ", parameter.sizes(),
                 " must keep its memory after the Replicas are constructed; move the model to its device before that");
-    TORCH_CHECK(own_[place].is_same(parameter) || optimizer.state().count(parameter.unsafeGetTensorImpl()) == 0,
+    TORCH_CHECK(own.is_same(parameter) || optimizer.state().count(parameter.unsafeGetTensorImpl()) == 0,
                 "Shard: the optimizer has state of a whole parameter of shape ", parameter.sizes(),
                 ", of which this rank steps a shard; load it by ga::load, or by ga::OptimizerState of the accumulator");
-  }
+  });
 }
 
-GRADACCUM_INLINE void Shards::swap_groups(torch::optim::Optimizer& optimizer) noexcept {
+GRADACCUM_INLINE void Shards::check_can_be_stepped() const {
   std::size_t place = 0;
-  for (auto& group : optimizer.param_groups())
-    for (auto& parameter : group.params()) std::swap(parameter, own_[place++]);
+  for_each_parameter(optimizers_, [&](auto& optimizer, auto&) {
+    TORCH_CHECK(!is_cut(place++) || steps_by_elements(optimizer), "Shard: ", type_name(optimizer),
+                " was set to step whole parameters after they had been sharded; call stochastic_rounding before the "
+                "Replicas are constructed");
+  });
+}
+
+GRADACCUM_INLINE void Shards::swap_groups() noexcept {
+  std::size_t place = 0;
+  for_each_parameter(optimizers_, [&](auto&, auto& parameter) { std::swap(parameter, own_[place++]); });
 }
 
 }  // namespace gradaccum::detail

@@ -100,11 +100,11 @@ GRADACCUM_INLINE std::function<void()> prepare_state_of(torch::optim::Optimizer&
 }
 
 /// Calls `work` with the parameters that the optimizer steps: whole ones, or this process's pieces.
-GRADACCUM_INLINE void with_stepped(torch::optim::Optimizer& optimizer, const NamedParameters& parameters,
-                                   Shards* shards, c10::function_ref<void(const NamedParameters&)> work) {
+GRADACCUM_INLINE void with_stepped(const NamedParameters& parameters, Shards* shards,
+                                   c10::function_ref<void(const NamedParameters&)> work) {
   if (shards == nullptr) return work(parameters);
-  shards->check(optimizer);
-  shards->with_own(optimizer, [&, pieces = named_pieces(*shards, parameters)] { work(pieces); });
+  shards->check();
+  shards->with_own([&, pieces = named_pieces(*shards, parameters)] { work(pieces); });
 }
 
 GRADACCUM_INLINE void archive_optimizer(Archive& archive, torch::optim::Optimizer& optimizer,
@@ -116,7 +116,7 @@ GRADACCUM_INLINE void archive_optimizer(Archive& archive, torch::optim::Optimize
   NamedTensors tensors;
   if (!archive.loading()) {
     auto* const itself = dynamic_cast<optim::OnePass*>(&optimizer);
-    with_stepped(optimizer, parameters, shards, [&](auto& stepped) {
+    with_stepped(parameters, shards, [&](auto& stepped) {
       tensors = itself ? itself->named_state(stepped) : named_state_of(optimizer, NameOf(stepped));
     });
     return archive.tensors(tensors);
@@ -128,7 +128,7 @@ GRADACCUM_INLINE void archive_optimizer(Archive& archive, torch::optim::Optimize
   else
     for (auto& [full, pieces] : take_pieces(tensors)) tensors.emplace(full, pieces.whole());
   std::function<void()> become;
-  with_stepped(optimizer, parameters, shards,
+  with_stepped(parameters, shards,
                [&](auto& stepped) { become = prepare_state_of(optimizer, stepped, std::move(tensors), lenient); });
   archive.when_all_fit(std::move(become));
 }

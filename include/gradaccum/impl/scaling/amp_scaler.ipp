@@ -208,14 +208,15 @@ class DeviceScale {
 };
 
 /// Throws for an accumulator or LBFGS behind a reference, where the type does not show it at compile time.
-GRADACCUM_INLINE void check_nothing_hides(const torch::optim::Optimizer* behind) {
-  if (!behind) return;
-  TORCH_CHECK(!is_accumulator(*behind),
-              "AmpScaler: an accumulator must not be passed as a torch::optim::Optimizer&, which hides its window; "
-              "pass the accumulator itself");
-  TORCH_CHECK(type_name(behind->defaults()) != "LBFGSOptions",  // finds classes derived from it, too
-              "AmpScaler: must not be given LBFGS, which calls its closure several times a step, each with gradients "
-              "of its own; use SGD, Adam, AdamW, RMSprop, Adagrad or one of your own");
+GRADACCUM_INLINE void check_nothing_hides(const AnyOptimizer& optimizer) {
+  for (auto& [name, behind] : optimizer.members) {
+    TORCH_CHECK(!is_accumulator(behind),
+                "AmpScaler: an accumulator must not be passed as a torch::optim::Optimizer&, which hides its window; "
+                "pass the accumulator itself");
+    TORCH_CHECK(type_name(behind.defaults()) != "LBFGSOptions",  // finds classes derived from it, too
+                "AmpScaler: must not be given LBFGS, which calls its closure several times a step, each with gradients "
+                "of its own; use SGD, Adam, AdamW, RMSprop, Adagrad or one of your own");
+  }
 }
 
 GRADACCUM_INLINE void check_none_is_half(const std::vector<at::Tensor>& parameters) {
@@ -435,7 +436,7 @@ GRADACCUM_INLINE void AmpScaler::set_growth_interval(std::int64_t new_interval) 
 }
 
 GRADACCUM_INLINE void AmpScaler::unscale_window(detail::AnyOptimizer& optimizer, Accumulator* accumulator) {
-  detail::check_nothing_hides(optimizer.torch_optimizer);
+  detail::check_nothing_hides(optimizer);
   if (!state_->enabled) return;
   auto& one = state_->state_of(optimizer);
   TORCH_CHECK(one.stage != State::Stage::unscaled,
@@ -451,7 +452,7 @@ GRADACCUM_INLINE void AmpScaler::unscale_window(detail::AnyOptimizer& optimizer,
 }
 
 GRADACCUM_INLINE StepResult AmpScaler::step_window(detail::AnyOptimizer& optimizer, Accumulator* accumulator) {
-  detail::check_nothing_hides(optimizer.torch_optimizer);
+  detail::check_nothing_hides(optimizer);
   if (!state_->enabled)
     return accumulator ? accumulator->step() : step_optimizer(optimizer, Gradients(optimizer.parameters()));
   auto& one = state_->state_of(optimizer);

@@ -397,7 +397,7 @@ GRADACCUM_INLINE void Loop::go_back(const WindowCopy& copy) {
 
 GRADACCUM_INLINE void Loop::note_given() {
   if (!given_.empty()) return;
-  if (auto* const optimizer = window_.optimizer().torch_optimizer) given_ = options_of(*optimizer);
+  given_ = options_of(window_.optimizer().members);
   given_["frozen"] = frozen_parameters(trainer_.module());
   kept_ = given_;
 }
@@ -431,12 +431,12 @@ GRADACCUM_INLINE void Loop::archive_given(Archive& archive) {
     if (!takes_them && !changes.empty() && trainer_.is_first())
       TORCH_WARN("Trainer: the state's values are kept, although this program sets others: ", changes,
                  "; {.allow_changes = true} uses the program's, and a ga::Schedule sets the learning rate");
-    auto* const optimizer = window_.optimizer().torch_optimizer;
-    if (!takes_them || !optimizer) return;
-    auto options = options_of(*optimizer);
+    if (!takes_them) return;
+    const auto& optimizers = window_.optimizer().members;
+    auto options = options_of(optimizers);
     for (auto& [name, option] : options)
       if (const auto given_anew = changed.find(name); given_anew != changed.end()) option = given_anew->second;
-    set_options(*optimizer, std::move(options));
+    set_options(optimizers, std::move(options));
   });
 }
 

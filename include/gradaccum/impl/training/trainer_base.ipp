@@ -90,8 +90,8 @@ GRADACCUM_INLINE void TrainerBase::for_each_held(
   for (auto& parameter : parameters()) all.push_back(parameter);
   for (auto& parameter : all) see(&MemoryByKind::parameters, parameter);
   for (auto& buffer : module().buffers()) see(&MemoryByKind::parameters, buffer);
-  if (const auto* const optimizer = loop_->window_.optimizer().torch_optimizer)
-    detail::for_each_state_tensor(*optimizer, [&](auto& tensor) { see(&MemoryByKind::optimizer_state, tensor); });
+  for (auto& [name, optimizer] : loop_->window_.optimizer().members)
+    detail::for_each_state_tensor(optimizer, [&](auto& tensor) { see(&MemoryByKind::optimizer_state, tensor); });
   for (auto& parameter : all) see(&MemoryByKind::gradients, parameter.grad());
   const auto& sums = loop_->window_.closing()->sums();
   for (std::size_t place = 0; place < sums.size(); ++place) see(&MemoryByKind::gradients, sums[place]);
@@ -115,6 +115,21 @@ GRADACCUM_INLINE void TrainerBase::set_micro_batches_per_window(
 }
 GRADACCUM_INLINE void TrainerBase::leave_out(std::vector<std::string> buffers) {
   loop_->left_out_ = std::move(buffers);
+}
+GRADACCUM_INLINE double TrainerBase::learning_rate() {
+  const auto groups = loop_->window_.optimizer().param_groups();
+  constexpr auto none = std::numeric_limits<double>::quiet_NaN();
+  return groups.empty() ? none : detail::learning_rate(groups.front()).value_or(none);
+}
+GRADACCUM_INLINE LearningRates TrainerBase::learning_rates(const std::string& optimizer) {
+  auto& all = loop_->window_.optimizer();
+  TORCH_CHECK(!all.param_groups().empty(),
+              "Trainer: a policy that sets learning rates needs an optimizer with param_groups(), got ", all.name());
+  if (optimizer.empty()) return LearningRates(all);
+  const auto named = std::ranges::find(all.members, optimizer, &optim::NamedOptimizer::name);
+  TORCH_CHECK(named != all.members.end(), "Trainer: a policy that sets the learning rates of ", optimizer,
+              " needs a MultiOptimizer with an optimizer of this name, got ", all.name());
+  return LearningRates(named->optimizer);
 }
 GRADACCUM_INLINE void TrainerBase::will_set_learning_rate() { loop_->rate_is_set_ = true; }
 

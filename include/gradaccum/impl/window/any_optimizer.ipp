@@ -25,22 +25,27 @@ GRADACCUM_INLINE std::optional<double> learning_rate(const torch::optim::Optimiz
   return std::nullopt;
 }
 
+GRADACCUM_INLINE std::optional<double> learning_rate(const optim::ParamGroupRef& group) try {
+  return learning_rate(group.options());
+} catch (const c10::Error&) {
+  return std::nullopt;
+}
+
 GRADACCUM_INLINE at::Tensor loss_of(const std::function<at::Tensor()>& closure) {
   const at::AutoGradMode grad_mode(true);
   return closure ? closure() : at::Tensor();
 }
 
-GRADACCUM_INLINE bool AnyOptimizer::steps_by_elements() const {
+GRADACCUM_INLINE bool steps_by_elements(const torch::optim::Optimizer& optimizer) {
   using namespace torch::optim;
-  if (taker) return taker->steps_by_elements();
-  if (!torch_optimizer) return false;
-  const auto& type = typeid(*torch_optimizer);
+  if (const auto* const taker = dynamic_cast<const TakesGradients*>(&optimizer)) return taker->steps_by_elements();
+  const auto& type = typeid(optimizer);
   return type == typeid(SGD) || type == typeid(Adam) || type == typeid(AdamW) || type == typeid(RMSprop);
 }
 
 GRADACCUM_INLINE bool AnyOptimizer::rates_are_0() const {
-  return torch_optimizer && std::ranges::all_of(torch_optimizer->param_groups(),
-                                                [](auto& group) { return learning_rate(group.options()) == 0.0; });
+  const auto groups = param_groups();
+  return !groups.empty() && std::ranges::all_of(groups, [](auto& group) { return learning_rate(group) == 0.0; });
 }
 
 GRADACCUM_INLINE StepResult step_optimizer(AnyOptimizer& optimizer, Gradients gradients) {

@@ -18,8 +18,8 @@ namespace gradaccum {
 GRADACCUM_INLINE Accumulator::Accumulator(std::unique_ptr<detail::AnyOptimizer> optimizer,
                                           const GradAccumulatorOptions& options)
     : window_(std::make_unique<detail::OpenWindow>(std::move(optimizer), options.steps, options.accumulate_in)) {
-  if (const auto* const wrapped = window_->optimizer().torch_optimizer)
-    detail::check_can_be_wrapped(*wrapped, "GradAccumulator", "set_steps(n) changes its window");
+  for (auto& [name, wrapped] : window_->optimizer().members)
+    detail::check_can_be_wrapped(wrapped, "GradAccumulator", "set_steps(n) changes its window");
   window_->set_in_backward(options.in_backward);
 }
 

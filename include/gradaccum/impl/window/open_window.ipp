@@ -246,7 +246,7 @@ GRADACCUM_INLINE void OpenWindow::set_accumulate_in(std::optional<at::ScalarType
 GRADACCUM_INLINE void OpenWindow::set_in_backward(bool on) {
   TORCH_CHECK(!on || optimizer_->takes_gradients,
               "GradAccumulator: in_backward needs an optimizer that takes gradients: ga::optim::SGD, Adam, AdamW, or "
-              "one of your own that derives from ga::TakesGradients; got ",
+              "one of your own that derives from ga::TakesGradients, and all members of a MultiOptimizer; got ",
               optimizer_->name());
   TORCH_CHECK(now_.count() == 0, "GradAccumulator: in_backward must be set between windows, but a window is open");
   check_goes_with_peers(peers_ != nullptr, on);
