@@ -6,6 +6,7 @@
 
 #include <gradaccum/mkl_on_amd.hpp>
 #include <gradaccum/optim/adamw.hpp>
+#include <gradaccum/optim/multi_optimizer.hpp>
 #include <gradaccum/optim/muon.hpp>
 
 #include "harness.hpp"
@@ -66,11 +67,11 @@ void compare_updates(const harness::Options& options) {
   ga::optim::Muon muon(our_parts.matrices, ga::optim::MuonOptions(0.02));
   PythonsMuon pythons(peer_parts.matrices, 0.02);
   ga::optim::AdamW our_adamw(our_parts.others), peer_adamw(peer_parts.others);
-  const auto update = [&](auto& model, auto& first, auto& second) {
+  ga::optim::MultiOptimizer both(muon, our_adamw);
+  const auto update = [&](auto& model, auto&... optimizers) {
     model->zero_grad();
     torch::mse_loss(model->forward(x), y).backward();
-    first.step();
-    second.step();
+    (optimizers.step(), ...);
   };
   const auto forward_and_backward = [&] {
     bound->zero_grad();
@@ -78,6 +79,7 @@ void compare_updates(const harness::Options& options) {
   };
   harness::contest("An update of 4 transformer blocks of width 256, 8 x 64 tokens, Muon and AdamW",
                    {{"ga::optim::Muon", [&] { update(ours, muon, our_adamw); }},
+                    {"both as a ga::optim::MultiOptimizer", [&] { update(ours, both); }},
                     {"the operations of Python's Muon", [&] { update(peer, pythons, peer_adamw); }},
                     {.name = "bound: forward and backward alone", .run = forward_and_backward, .bound = true}},
                    1, "updates", options);
@@ -98,14 +100,14 @@ Learned learn(bool by_muon, std::uint64_t seed, int updates) {
     (by_muon && p.dim() == 2 && name.starts_with("blocks") ? matrices : others).push_back(p);
   ga::optim::Muon muon(matrices, ga::optim::MuonOptions(3e-3).adjust_lr_fn(ga::optim::MuonAdjustLr::match_rms_adamw));
   ga::optim::AdamW adamw(others, ga::optim::AdamWOptions(3e-3).weight_decay(0.1));
+  ga::optim::MultiOptimizer both(muon, adamw);
   Learned learned;
   double trained = 0;
   for (int i = 1; i <= updates; ++i) {
     trained += harness::seconds([&] {
       model->zero_grad();
       model->loss(chain.batch(1000 * seed + static_cast<std::uint64_t>(i), 16, 64)).backward();
-      muon.step();
-      adamw.step();
+      both.step();
     });
     if (i % 50 != 0) continue;
     const at::NoGradGuard no_grad;

@@ -289,10 +289,8 @@ concept optimizer = requires(O& o) {
 struct TakesGradients {
   virtual void step(Gradients gradients) = 0;
   /// Returns the step as a function, after its checks and with its memory, so that of several optimizers none steps if
-  /// one cannot. By default checks nothing.
-  virtual std::function<void()> prepare(Gradients gradients) {
-    return [this, gradients] { step(gradients); };
-  }
+  /// one cannot. Returns an empty function if `step` makes the checks, as by default.
+  virtual std::function<void()> prepare(Gradients /*gradients*/) { return nullptr; }
   /// Returns true if `step` leaves it to the device to check for finite gradients and to skip the step
   /// (`Gradients::judge_on_device`).
   virtual bool judges_on_device(const Gradients&) const { return false; }

@@ -147,7 +147,8 @@ struct WarmupStableDecay {
   double operator()(std::int64_t update) const;
 };
 
-/// A rate for each optimizer of a `MultiOptimizer`, by its name, for `ga::Schedule`. Other optimizers keep theirs.
+/// A rate for each optimizer of a `MultiOptimizer`, by its name, for `ga::Schedule`. Other optimizers keep theirs. A
+/// rate that has a total must be given it.
 ///
 ///     ga::lr::ByName rates{{"Muon", ga::lr::Cosine{.peak = 0.02, .total = 5000}},
 ///                          {"AdamW", ga::lr::Linear{.peak = 1e-3, .total = 5000}}};

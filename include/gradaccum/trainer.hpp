@@ -11,8 +11,6 @@
 #include <gradaccum/trainer_base.hpp>
 #include <gradaccum/training_state.hpp>
 
-#include <limits>
-
 namespace torch::optim {
 class LBFGS;  // its header would take 9 s per translation unit
 }

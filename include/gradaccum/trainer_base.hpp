@@ -89,8 +89,9 @@ class TrainerBase {
   /// Announces the number of micro-batches per window, by epoch, of a policy whose `ready` counts them.
   void set_micro_batches_per_window(std::function<std::int64_t(std::int64_t epoch)> number);
   void leave_out(std::vector<std::string> buffers);  ///< names of buffers that states do not have
-  void will_set_learning_rate();  ///< announces, in `attach`, that a policy sets the rate for each update
-  bool is_first() const;          ///< true on rank 0, which writes files and shows progress
+  void will_set_learning_rate(
+      const std::string& optimizer = "");  ///< announces, in `attach`, that a policy sets the rate for each update
+  bool is_first() const;                   ///< true on rank 0, which writes files and shows progress
   /// Calls `run` once all policies are attached and started, immediately if they are. What `attach` does in it need not
   /// be undone if another policy throws.
   void when_built(std::function<void()> run);

@@ -90,7 +90,8 @@ class OptimizerState {
     if constexpr (is_torch && !has_state)
       detail::check_has_named_state(optimizer_, module_.named_parameters());
     else if constexpr (is_multi)
-      optimizer_.check(module_);
+      for (auto& member : optimizer_.members())
+        detail::check_has_named_state(member.optimizer, module_.named_parameters());
     else if constexpr (!has_state && !accumulating<Optimizer>)
       TORCH_CHECK(false, "OptimizerState: an optimizer of your own, such as ", detail::type_name(optimizer_),
                   ", needs a member void state(ga::Archive&)");

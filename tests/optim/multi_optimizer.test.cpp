@@ -127,6 +127,10 @@ TEST_CASE("MultiOptimizer: steps in backward with the same bits") {
   train(after, {.steps = 4}, /*clips=*/false);
   train(during, {.steps = 4, .in_backward = true}, /*clips=*/false);
   CHECK(difference(after.bits(), during.bits()) == "");
+  ga::GradAccumulator optimizer(*during.both, {.steps = 1, .in_backward = true});
+  optimizer.backward(loss_of(during.model, batches()[0]));
+  for (auto& p : during.model->parameters()) CHECK_FALSE(p.grad().defined());  // stepped, and freed
+  optimizer.step();
   Training with_torchs(/*torchs_own=*/true);
   REQUIRE_ERROR("all members of a MultiOptimizer",
                 (ga::GradAccumulator(*with_torchs.both, {.steps = 4, .in_backward = true})));
@@ -190,19 +194,46 @@ TEST_CASE("MultiOptimizer: if one cannot step, none does") {
     CHECK(difference(by.bits(), before) == "");
     in_order.zero_grad();
   }
+}
 
-  Training with_breaks;
-  Breaks breaks(with_breaks.biases, 0.1);
-  MultiOptimizer both(*with_breaks.muon, breaks);
-  loss_of(with_breaks.model, batches()[0]).backward();
-  const auto before = with_breaks.bits();
-  REQUIRE_ERROR("step broke", both.step());
-  CHECK(difference(with_breaks.bits(), before) == "");
+namespace {
+
+/// An optimizer of a program, whose step does more than its base's, and may throw.
+struct Projecting : ga::optim::SGD {
+  using SGD::SGD;
+  bool breaks = false;
+  int steps = 0;
+  void step(ga::Gradients gradients) override {
+    TORCH_CHECK(!breaks, "projection broke");
+    SGD::step(gradients);
+    ++steps;
+  }
+};
+
+}  // namespace
+
+TEST_CASE("MultiOptimizer: those that check in their step come first, also classes that derive from the library's") {
+  Training by;
+  loss_of(by.model, batches()[0]).backward();
+  const auto before = by.bits();
+  Breaks torchs({by.biases[0]}, 0.1);
+  Projecting projecting({by.biases[1]}, ga::optim::SGDOptions(0.1));
+  MultiOptimizer three({{"muon", *by.muon}, {"projecting", projecting}, {"torchs", torchs}});
+  projecting.breaks = true;
+  REQUIRE_ERROR("projection broke", three.step());
+  CHECK(difference(by.bits(), before) == "");
+  projecting.breaks = false;
+  REQUIRE_ERROR("step broke", three.step());
+  CHECK(projecting.steps == 1);
+  CHECK(by.muon->state().empty());
+  torchs.breaks = false;
+  three.step();
+  CHECK(projecting.steps == 2);
+  CHECK(by.muon->state().size() == 2);
 }
 
 TEST_CASE("MultiOptimizer: an optimizer without gradients in a window is not stepped") {
-  const bool torchs_own = GENERATE(false, true);
-  Training by(torchs_own);
+  Training by;
   ga::GradAccumulator optimizer(*by.both, {.steps = 1});
   for (auto& bias : by.biases) bias.set_requires_grad(false);
   const auto before = by.bits();
@@ -219,7 +250,8 @@ TEST_CASE("MultiOptimizer: what it refuses") {
   auto& muon = *by.muon;
   auto& other = *by.other;
   REQUIRE_ERROR("there must be an optimizer, got none", MultiOptimizer({}));
-  REQUIRE_ERROR("must not be empty or have a dot", MultiOptimizer({{"", muon}}));
+  REQUIRE_ERROR("must not be empty, have a dot", MultiOptimizer({{"", muon}}));
+  REQUIRE_ERROR("got 'window'", MultiOptimizer({{"window", muon}}));
   REQUIRE_ERROR("got 'a.b'", MultiOptimizer({{"a.b", muon}}));
   torch::optim::SGD first({by.matrices[0]}, 0.1), second({by.matrices[1]}, 0.1);
   REQUIRE_ERROR("got two of SGD; name them", MultiOptimizer(first, second));
@@ -229,7 +261,7 @@ TEST_CASE("MultiOptimizer: what it refuses") {
   ga::GradAccumulator accumulator(other, {.steps = 2});
   torch::optim::Optimizer& behind = accumulator;
   REQUIRE_ERROR("must not be another accumulator", MultiOptimizer({{"muon", muon}, {"other", behind}}));
-  REQUIRE_ERROR("no optimizer is named Adam", (*by.both)["Adam"]);
+  REQUIRE_ERROR("no optimizer is named Adam, only Muon, AdamW", (*by.both)["Adam"]);
   CHECK(&(*by.both)["Muon"] == &muon);
   MultiOptimizer named({{"one", first}, {"two", second}});
   second.add_param_group({{by.matrices[0]}});  // found at the next step
@@ -243,8 +275,8 @@ TEST_CASE("MultiOptimizer: a parameter of the model in no optimizer is an error,
   MultiOptimizer forgets(*by.muon, first_bias);
   REQUIRE_ERROR("in none are\n  2.bias", forgets.check(*by.model));
   REQUIRE_ERROR("2.bias", ga::Trainer(by.model, forgets, objective));
-  ga::Archive archive;
-  REQUIRE_ERROR("2.bias", ga::OptimizerState(forgets, by.model).state(archive));
+  ga::Archive archive;  // of a part of the model, such as one of two networks
+  ga::OptimizerState(forgets, by.model).state(archive);
   by.biases[1].set_requires_grad(false);
   forgets.check(*by.model);
   ga::Trainer(by.model, forgets, objective).fit(batches());
@@ -257,6 +289,14 @@ TEST_CASE("MultiOptimizer: learning rates of all in proportion, or of each by it
   CHECK((*by.both)["Muon"].param_groups()[0].options().get_lr() == 0.04);
   CHECK((*by.both)["AdamW"].param_groups()[0].options().get_lr() == 0.02);
 
+  torch::optim::OptimizerParamGroup added({torch::zeros({2, 2}).requires_grad_()},
+                                          std::make_unique<ga::optim::MuonOptions>(0.04));
+  by.muon->add_param_group(added);  // later than all others, though it is the first member's
+  rates.set(0.02);
+  CHECK(by.muon->param_groups()[0].options().get_lr() == 0.02);
+  CHECK(by.muon->param_groups()[1].options().get_lr() == Approx(0.04));
+  CHECK(by.other->param_groups()[0].options().get_lr() == Approx(0.01));
+
   Training named;
   std::vector<double> seen;
   const ga::lr::ByName rates_by_name{{"AdamW", [](std::int64_t update) { return 1.0 + static_cast<double>(update); }}};
@@ -265,6 +305,10 @@ TEST_CASE("MultiOptimizer: learning rates of all in proportion, or of each by it
   trainer.fit(batches(), {.updates = 2});
   CHECK(seen == std::vector{2.0, 3.0});  // of the next update
   CHECK(trainer.learning_rate() == 0.02);
+  REQUIRE_ERROR("must name an optimizer",
+                ga::Trainer(named.model, *named.both, objective, ga::Schedule{ga::lr::ByName{}}));
+  REQUIRE_ERROR("the rate of Muon must be a function",
+                ga::Trainer(named.model, *named.both, objective, ga::Schedule{ga::lr::ByName{{"Muon", nullptr}}}));
   const ga::lr::ByName unknown{{"Adam", ga::lr::Constant{.peak = 1}}};
   REQUIRE_ERROR("needs a MultiOptimizer with an optimizer of this name",
                 ga::Trainer(named.model, *named.both, objective, ga::Schedule{unknown}));
@@ -291,12 +335,44 @@ TEST_CASE("MultiOptimizer: a training resumes with the same bits, in a window, t
   CHECK(difference(whole.bits(), resumed.bits()) == "");
   CHECK(difference(whole.bits(), stopped.bits()) != "");
 
-  other_rate.other->param_groups()[0].options().set_lr(0.5);
+  const auto options = [&]() -> auto& { return other_rate.other->param_groups()[0].options(); };
+  options().set_lr(0.5);
   const auto with_other_rate = trainer_of(other_rate);
   Warnings warnings;
   ga::load(folder / "state", *with_other_rate);
   REQUIRE(warnings.texts().size() == 1);
   CHECK(contains(warnings.texts()[0], torchs_own ? "SGD.group0.lr (0.5" : "AdamW.group0.lr (0.5"));
+  CHECK(options().get_lr() == whole.other->param_groups()[0].options().get_lr());
+  options().set_lr(0.5);
+  ga::load(folder / "state", *trainer_of(other_rate), {.allow_changes = true});
+  CHECK(options().get_lr() == 0.5);
+  CHECK(other_rate.muon->param_groups()[0].options().get_lr() == 0.02);
+}
+
+TEST_CASE("MultiOptimizer: rates by name resume, and hide no change of the others") {
+  const Directory folder;
+  const auto trainer_of = [](Training& by) {
+    const ga::lr::ByName rates{{"AdamW", ga::lr::Linear{.peak = 1, .warmup = 2, .total = 10}}};
+    using Policy = ga::Schedule<ga::lr::ByName>;
+    return std::make_unique<ga::Trainer<torch::nn::Sequential, MultiOptimizer, decltype(objective), Policy>>(
+        by.model, *by.both, objective, Policy{rates});
+  };
+  Training whole, stopped, resumed;
+  const auto to_the_end = trainer_of(whole), to_the_middle = trainer_of(stopped);
+  for (auto& batch : batches()) to_the_end->step(batch);
+  for (std::size_t i = 0; i < 5; ++i) to_the_middle->step(batches()[i]);
+  ga::save(folder / "state", *to_the_middle);
+  resumed.muon->param_groups()[0].options().set_lr(0.5);
+  const auto from_the_middle = trainer_of(resumed);
+  {
+    Warnings warnings;
+    ga::load(folder / "state", *from_the_middle);
+    REQUIRE(warnings.texts().size() == 1);
+    CHECK(contains(warnings.texts()[0], "Muon.group0.lr (0.5, was 0.02)"));
+    CHECK_FALSE(contains(warnings.texts()[0], "AdamW"));
+  }
+  for (std::size_t i = 5; i < batches().size(); ++i) from_the_middle->step(batches()[i]);
+  CHECK(difference(whole.bits(), resumed.bits()) == "");
 }
 
 TEST_CASE("MultiOptimizer: sharded ranks end with the bits of those that are not") {
@@ -424,4 +500,28 @@ TEST_CASE("MultiOptimizer: on a device as on the processor, also when the device
     CHECK(difference(there.bits(), before) == "");
   }
   FAIL("every allocation failed");
+}
+
+TEST_CASE("MultiOptimizer: steps with the gradients of a captured graph, and averages follow", "[cuda]") {
+  const auto device = at::Device(at::kCUDA, 0);
+  if (!has_graphs(device)) SKIP("needs a device whose work can be captured");
+  Training eager(/*torchs_own=*/false, device), graphed(/*torchs_own=*/false, device);
+  const Example batch{batches()[0].data.to(device), batches()[0].target.to(device)};
+  const auto train = [&](Training& by, auto& step) {
+    ga::GradAccumulator optimizer(*by.both, {.steps = 2});
+    ga::Ema ema{.decay = 0.9};
+    for (int i = 0; i < 12; ++i) {
+      optimizer.backward(step(batch));
+      optimizer.clip_grad_norm_(0.05);
+      if (optimizer.step()) ema.update(by.model);
+      optimizer.zero_grad();
+    }
+    ema.swap(by.model);
+  };
+  const auto without_graph = [&](const Example& of) { return objective(eager.model, of); };
+  ga::GraphedStep with_graph(graphed.model, objective);
+  train(eager, without_graph);
+  train(graphed, with_graph);
+  CHECK(with_graph.report().replayed > 0);
+  CHECK(distance(flat(graphed.model).cpu(), flat(eager.model).cpu()) < 1e-6);
 }

@@ -1170,3 +1170,27 @@ TEST_CASE("Trainer: on a device", "[cuda]") {
   CHECK(same_bits(flat(model), before));
   CHECK(stops.fit(batches, {.on_nan = ga::OnNan::skip}).nan_batches == 1);
 }
+
+TEST_CASE("Trainer: the learning rate of an optimizer whose groups are not LibTorch's") {
+  struct Options {
+    double get_lr() const { return 0.25; }
+  };
+  struct Group {
+    std::vector<at::Tensor> all;
+    std::vector<at::Tensor>& params() { return all; }
+    Options options() const { return {}; }
+  };
+  struct Own {
+    std::vector<Group> groups;
+    void step() {}
+    void zero_grad() {}
+    std::vector<Group>& param_groups() { return groups; }
+  };
+  auto model = make_model();
+  Own own{{{model->parameters()}}};
+  ga::Trainer trainer(model, own, [](auto& net, auto& batch) { return loss_of(net, batch); });
+  CHECK(trainer.learning_rate() == 0.25);
+  REQUIRE_ERROR("needs an optimizer with param_groups(), got", trainer.learning_rates());
+  own.groups.clear();
+  CHECK(std::isnan(trainer.learning_rate()));
+}

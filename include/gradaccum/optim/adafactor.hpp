@@ -110,8 +110,8 @@ class Adafactor : public OwnOptimizer<Adafactor, AdafactorOptions, AdafactorPara
   /// Prepares the state, and returns the step.
   static detail::AdafactorStep next_step(const AdafactorOptions& options, const at::Tensor& parameter,
                                          const at::Tensor& gradient, AdafactorParamState& state);
-  GRADACCUM_INLINE std::function<void()> prepare_steps(const detail::GradientOf& gradient_of,
-                                                       const detail::Multiplier& multiplier) override;
+  GRADACCUM_INLINE detail::PreparedStep prepare_steps(const detail::GradientOf& gradient_of,
+                                                      const detail::Multiplier& multiplier) override;
 };
 
 }  // namespace gradaccum::optim

@@ -34,12 +34,15 @@ namespace gradaccum::optim {
 ///       optimizer.zero_grad();
 ///     }
 ///
-/// A window, its factor, its norm and a loss scaler's decision are common: all optimizers step, or none. None steps,
-/// either, if one cannot, because of a sparse gradient, say, or for lack of memory.
+/// A window, its factor, its norm and a loss scaler's decision are common: all optimizers step, or none.
 ///
-/// Members. This library's optimizers, and LibTorch's except LBFGS; they must outlive this object. With one of
-/// LibTorch's, gradients are multiplied in memory first, and `in_backward` is not supported. Throws if a parameter is in
-/// two of them. A Trainer and `ga::OptimizerState`, which saves each under its name, call `check`.
+/// Members. Any of `ga::optim`, LibTorch's except LBFGS, and classes derived from these; they must outlive this object.
+/// With one that does not take gradients, as LibTorch's, all gradients are multiplied in memory first, and
+/// `in_backward` is not supported. Throws if a parameter is in two of them. `ga::OptimizerState` saves each under its
+/// name.
+///
+/// Exceptions. Those of `ga::optim` check their gradients before any steps; others step first. So if one of them
+/// throws, none of `ga::optim` has stepped.
 ///
 /// Rates. `ga::LearningRates rates(both)` sets all in proportion, `ga::LearningRates rates(muon)` those of one.
 ///
@@ -64,19 +67,26 @@ class MultiOptimizer final : public TakesGradients {
 
   void zero_grad(bool set_to_none = true);
 
-  /// Returns the groups of all members, one member after another.
+  /// Returns the groups of all members: one member after another, then those that were added since.
   std::vector<ParamGroupRef> param_groups() const;
   const std::vector<NamedOptimizer>& members() const { return members_; }
   torch::optim::Optimizer& operator[](std::string_view name) const;
 
-  /// Throws if a parameter of the model is in no optimizer and not frozen.
+  /// Throws if a parameter of the model is in no optimizer and not frozen. A Trainer calls it.
   void check(const torch::nn::Module& model) const;
 
  private:
   void check_distinct();
 
+  /// A group of a member.
+  struct Group {
+    std::size_t member, index;
+  };
+
   std::vector<NamedOptimizer> members_;
-  std::vector<const void*> distinct_;  // the parameters, which were checked to be in one optimizer each
+  mutable std::vector<Group> order_;               // of the groups, which later ones do not change
+  mutable std::vector<std::size_t> known_groups_;  // of each member
+  std::vector<const void*> distinct_;              // the parameters, which were checked to be in one optimizer each
 };
 
 }  // namespace gradaccum::optim

@@ -84,8 +84,8 @@ class Muon : public OwnOptimizer<Muon, MuonOptions, ElementState<MuonDirectionSt
   bool steps_by_elements() const override { return false; }  // products run over whole matrices
 
  private:
-  GRADACCUM_INLINE std::function<void()> prepare_steps(const detail::GradientOf& gradient_of,
-                                                       const detail::Multiplier& multiplier) override;
+  GRADACCUM_INLINE detail::PreparedStep prepare_steps(const detail::GradientOf& gradient_of,
+                                                      const detail::Multiplier& multiplier) override;
 };
 
 }  // namespace gradaccum::optim

@@ -43,11 +43,16 @@ class Schedule {
   void attach(TrainerBase& trainer) {
     trainer_ = &trainer;
     if constexpr (by_name) {
-      for (auto& [optimizer, rate] : rate_) named_.emplace(optimizer, trainer.learning_rates(optimizer));
+      TORCH_CHECK(!rate_.empty(), "Schedule: rates by name must name an optimizer, got none");
+      for (auto& [optimizer, rate] : rate_) {
+        TORCH_CHECK(rate, "Schedule: the rate of ", optimizer, " must be a function, got an empty one");
+        named_.emplace(optimizer, trainer.learning_rates(optimizer));
+        trainer.will_set_learning_rate(optimizer);
+      }
     } else {
       rates_ = trainer.learning_rates();
+      trainer.will_set_learning_rate();
     }
-    trainer.will_set_learning_rate();
     trainer.when_built([this] { set(trainer_->updates()); });
   }
   void on_epoch_begin(std::int64_t) {

@@ -71,8 +71,8 @@ class Adam8bitOptimizer
   void keep_in_32_bits(const std::vector<at::Tensor>& parameters);
 
  private:
-  std::function<void()> prepare_steps(const detail::GradientOf& gradient_of,
-                                      const detail::Multiplier& multiplier) override;
+  detail::PreparedStep prepare_steps(const detail::GradientOf& gradient_of,
+                                     const detail::Multiplier& multiplier) override;
   /// Returns true for a parameter that was passed to `keep_in_32_bits`, and for a rank's piece of it if it is sharded.
   bool keeps_in_32_bits(const at::Tensor& parameter) const;
 

@@ -61,6 +61,29 @@ StateParts parts_of_torch(AdamState& of) {
 
 std::function<void()> prepare_state_of(torch::optim::Optimizer& optimizer, const NamedParameters& parameters,
                                        NamedTensors tensors, bool lenient);
+
+/// A step that was checked and has its memory: a function to call once, which need not be copyable.
+class PreparedStep {
+ public:
+  template <class Run>
+  explicit PreparedStep(Run run) : run_(std::make_unique<Of<Run>>(std::move(run))) {}
+  void operator()() { run_->run(); }
+
+ private:
+  struct Any {
+    virtual ~Any() = default;
+    virtual void run() = 0;
+  };
+  template <class Run>
+  struct Of final : Any {
+    explicit Of(Run run) : function(std::move(run)) {}
+    void run() override { function(); }
+    Run function;
+  };
+
+  std::unique_ptr<Any> run_;
+};
+
 }  // namespace gradaccum::detail
 
 namespace gradaccum::optim {
@@ -105,8 +128,8 @@ class OnePass : public TakesGradients {
   /// Takes the memory for steps that have been checked, and for those in `plan`. Returns a function that runs `plan`,
   /// then `steps`, and passes them to `finish`.
   template <class Step>
-  std::function<void()> prepared(detail::StepPlan plan, const detail::Multiplier& multiplier, std::vector<Step> steps,
-                                 std::function<void(std::vector<Step>& steps)> finish);
+  detail::PreparedStep prepared(detail::StepPlan plan, const detail::Multiplier& multiplier, std::vector<Step> steps,
+                                std::function<void(std::vector<Step>& steps)> finish);
   bool rounds_any() const { return rounding_seed_.has_value(); }
   bool rounds(const at::Tensor& parameter) const { return rounds_any() && parameter.scalar_type() == at::kBFloat16; }
   /// Removes the steps that the device skipped from the counts. Synchronizes if it may have skipped any.
@@ -130,8 +153,9 @@ class OnePass : public TakesGradients {
 
   const torch::optim::Optimizer& itself() const { return const_cast<OnePass&>(*this).itself(); }
   /// Prepares a step of all parameters that have a gradient.
-  virtual std::function<void()> prepare_steps(const detail::GradientOf& gradient_of,
-                                              const detail::Multiplier& multiplier) = 0;
+  virtual detail::PreparedStep prepare_steps(const detail::GradientOf& gradient_of,
+                                             const detail::Multiplier& multiplier) = 0;
+  detail::PreparedStep prepared_with(Gradients gradients);
 
   void check_distinct();
   template <class Step>
@@ -156,8 +180,8 @@ class ElementSteps : public OnePass {
   virtual detail::StateParts parts_of(torch::optim::OptimizerParamState& state) const = 0;
 
  protected:
-  GRADACCUM_INLINE std::function<void()> prepare_steps(const detail::GradientOf& gradient_of,
-                                                       const detail::Multiplier& multiplier) override;
+  GRADACCUM_INLINE detail::PreparedStep prepare_steps(const detail::GradientOf& gradient_of,
+                                                      const detail::Multiplier& multiplier) override;
 };
 
 /// LibTorch's optimizer `Base` with the steps of `Core`. `Derived` has a `name`.
@@ -167,6 +191,10 @@ class OnePassOptimizer : public Base, public Core {
   using Base::Base;
 
   using Core::step;
+  /// Returns an empty function for derived classes, whose `step` may do more.
+  std::function<void()> prepare(Gradients gradients) override {
+    return typeid(*this) == typeid(Derived) ? Core::prepare(std::move(gradients)) : nullptr;
+  }
   at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) override { return this->step_after(closure); }
   /// Returns false with stochastic rounding, which counts random numbers from a parameter's first element, and for
   /// derived classes, which may look at whole parameters.

@@ -129,9 +129,9 @@ class Loop {
   std::vector<std::string> left_out_;                         // buffers that are not saved in states
   const Archive::Tensors* state_copy_ = nullptr;              // memory of a state while it is saved in the background
   std::function<void()> finish_background_save_;              // waits until that state is written
-  Archive::Values given_;     // the optimizer's options and the frozen parameters before the first training
-  Archive::Values kept_;      // the options in use, for example of a loaded state
-  bool rate_is_set_ = false;  // true if a policy sets the rate for each update
+  Archive::Values given_;               // the optimizer's options and the frozen parameters before the first training
+  Archive::Values kept_;                // the options in use, for example of a loaded state
+  std::vector<std::string> rates_set_;  // prefixes of the groups whose rate a policy sets for each update
 };
 
 /// Puts a model into training or evaluation mode for a scope, and restores each module's mode at its end.

@@ -4,8 +4,10 @@
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/gradients.hpp>
 
+#include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
+#include <concepts>
 #include <functional>
 #include <optional>
 #include <string>
@@ -45,8 +47,9 @@ class AnyOptimizer {
   /// Steps an optimizer without a `taker`. Unless it takes gradients, the factor must have been applied to `.grad`.
   virtual void step(const Gradients& gradients) = 0;
   virtual void zero_grad(bool set_to_none) = 0;
-  virtual std::string name() const = 0;  ///< the class name
-  bool rates_are_0() const;              ///< true if the learning rate of each group is 0; false if a rate is unknown
+  virtual std::string name() const = 0;                     ///< the class name
+  virtual std::optional<double> learning_rate() const = 0;  ///< the first group's; nothing if it has none
+  bool rates_are_0() const;  ///< true if the learning rate of each group is 0; false if a rate is unknown
 
   const void* address = nullptr;    ///< equal through references to any of its base classes
   TakesGradients* taker = nullptr;  ///< the optimizer, if it derives from TakesGradients
@@ -66,7 +69,7 @@ class OptimizerOf final : public AnyOptimizer {
     }
     takes_gradients = taker || takes_by_itself;
     if constexpr (std::derived_from<O, torch::optim::Optimizer>) members.push_back({"", optimizer});
-    if constexpr (requires { optimizer.all_take_gradients(); }) {
+    if constexpr (requires { optimizer.members(), optimizer.all_take_gradients(); }) {
       for (auto& member : optimizer.members()) members.push_back(member);
       takes_gradients = optimizer.all_take_gradients();
     }
@@ -84,6 +87,13 @@ class OptimizerOf final : public AnyOptimizer {
     for (auto& group : optimizer_.param_groups())
       if constexpr (std::convertible_to<decltype(group), optim::ParamGroupRef>) all.push_back(group);
     return all;
+  }
+  std::optional<double> learning_rate() const override try {
+    if constexpr (requires { optimizer_.param_groups().front().options().get_lr(); })
+      if (!optimizer_.param_groups().empty()) return optimizer_.param_groups().front().options().get_lr();
+    return std::nullopt;
+  } catch (const c10::Error&) {  // get_lr() of LibTorch's base class throws, for custom options
+    return std::nullopt;
   }
   void step(const Gradients& gradients) override {
     if constexpr (takes_by_itself)
@@ -110,8 +120,9 @@ bool steps_by_elements(const torch::optim::Optimizer& optimizer);
 
 /// Returns nothing for user-made options without a learning rate, for which LibTorch's base class throws.
 std::optional<double> learning_rate(const torch::optim::OptimizerOptions& options);
-/// Returns nothing for a group without options, too.
-std::optional<double> learning_rate(const optim::ParamGroupRef& group);
+
+/// Returns the names, as in `Muon, AdamW`.
+std::string names_of(const std::vector<optim::NamedOptimizer>& optimizers);
 
 /// Runs a closure with gradients enabled, and returns its loss; an undefined tensor without a closure.
 at::Tensor loss_of(const std::function<at::Tensor()>& closure);

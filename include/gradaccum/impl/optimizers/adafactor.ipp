@@ -374,8 +374,8 @@ GRADACCUM_INLINE detail::AdafactorStep Adafactor::next_step(const AdafactorOptio
           has_momentum ? state.exp_avg() : at::Tensor()};
 }
 
-GRADACCUM_INLINE std::function<void()> Adafactor::prepare_steps(const detail::GradientOf& gradient_of,
-                                                                const detail::Multiplier& multiplier) {
+GRADACCUM_INLINE detail::PreparedStep Adafactor::prepare_steps(const detail::GradientOf& gradient_of,
+                                                               const detail::Multiplier& multiplier) {
   std::vector<detail::AdafactorStep> steps;
   std::vector<AdafactorParamState> states;
   for (auto& group : param_groups()) {
@@ -390,13 +390,14 @@ GRADACCUM_INLINE std::function<void()> Adafactor::prepare_steps(const detail::Gr
       steps.push_back(next_step(options, parameter, gradient, state));
     }
   }
-  return prepared<detail::AdafactorStep>({}, multiplier, std::move(steps), [this, states](auto& stepped) {
-    for (std::size_t i = 0; i < stepped.size(); ++i) {
-      auto& own = state_[stepped[i].parameter.unsafeGetTensorImpl()];
-      if (!own) own = new_state();
-      static_cast<AdafactorParamState&>(*own) = states[i];
-    }
-  });
+  return prepared<detail::AdafactorStep>({}, multiplier, std::move(steps),
+                                         [this, states = std::move(states)](auto& stepped) mutable {
+                                           for (std::size_t i = 0; i < stepped.size(); ++i) {
+                                             auto& own = state_[stepped[i].parameter.unsafeGetTensorImpl()];
+                                             if (!own) own = new_state();
+                                             static_cast<AdafactorParamState&>(*own) = std::move(states[i]);
+                                           }
+                                         });
 }
 
 }  // namespace gradaccum::optim

@@ -138,17 +138,17 @@ detail::AnyStep Adam8bitOptimizer<Derived, Options>::next_step(const Options& op
 }
 
 template <class Derived, class Options>
-std::function<void()> Adam8bitOptimizer<Derived, Options>::prepare_steps(const detail::GradientOf& gradient_of,
-                                                                         const detail::Multiplier& multiplier) {
+detail::PreparedStep Adam8bitOptimizer<Derived, Options>::prepare_steps(const detail::GradientOf& gradient_of,
+                                                                        const detail::Multiplier& multiplier) {
   const auto for_each_coded = [this](const auto& visit) {
     for (auto& [parameter, state] : this->state_)
       if (auto& known = static_cast<Adam8bitParamState&>(*state); known.coded()) visit(known);
   };
   for_each_coded([](Adam8bitParamState& state) { state.restore_order(); });
-  return [run = ElementSteps::prepare_steps(gradient_of, multiplier), for_each_coded] {
+  return detail::PreparedStep([run = ElementSteps::prepare_steps(gradient_of, multiplier), for_each_coded]() mutable {
     run();
     for_each_coded([](Adam8bitParamState& state) { state.order = detail::order_of(state.exp_avg); });
-  };
+  });
 }
 
 #ifdef GRADACCUM_COMPILED

@@ -20,13 +20,13 @@
 namespace gradaccum::optim {
 
 GRADACCUM_INLINE MultiOptimizer::MultiOptimizer(std::vector<NamedOptimizer> optimizers)
-    : members_(std::move(optimizers)) {
+    : members_(std::move(optimizers)), known_groups_(members_.size()) {
   TORCH_CHECK(!members_.empty(), "MultiOptimizer: there must be an optimizer, got none");
   std::unordered_set<std::string> names;
   for (auto& [name, optimizer] : members_) {
     detail::check_can_be_wrapped(optimizer, "MultiOptimizer", "pass the optimizer that it wraps");
-    TORCH_CHECK(!name.empty() && name.find('.') == name.npos,
-                "MultiOptimizer: a name must not be empty or have a dot, got '", name, "'");
+    TORCH_CHECK(!name.empty() && name.find('.') == name.npos && name != "window",  // a part of an accumulator's state
+                "MultiOptimizer: a name must not be empty, have a dot, or be 'window', got '", name, "'");
     TORCH_CHECK(names.insert(name).second, "MultiOptimizer: each optimizer must have its own name, got two of ", name,
                 "; name them: MultiOptimizer({{\"actor\", adam_of_actor}, {\"critic\", adam_of_critic}})");
   }
@@ -36,8 +36,7 @@ GRADACCUM_INLINE MultiOptimizer::MultiOptimizer(std::vector<NamedOptimizer> opti
 /// Throws if a parameter is in two optimizers. Cheap while their lists are unchanged.
 GRADACCUM_INLINE void MultiOptimizer::check_distinct() {
   std::vector<const void*> all;
-  for (auto& group : param_groups())
-    for (auto& parameter : group.params()) all.push_back(parameter.unsafeGetTensorImpl());
+  for (auto& parameter : detail::parameters_of(*this)) all.push_back(parameter.unsafeGetTensorImpl());
   if (all == distinct_) return;
   std::unordered_map<const void*, std::string> seen;
   for (auto& [name, optimizer] : members_) {
@@ -54,8 +53,7 @@ GRADACCUM_INLINE void MultiOptimizer::check_distinct() {
 
 GRADACCUM_INLINE void MultiOptimizer::check(const torch::nn::Module& model) const {
   std::unordered_set<const void*> own;
-  for (auto& group : param_groups())
-    for (auto& parameter : group.params()) own.insert(parameter.unsafeGetTensorImpl());
+  for (auto& parameter : detail::parameters_of(*this)) own.insert(parameter.unsafeGetTensorImpl());
   std::vector<std::string> forgotten;
   for (auto& item : model.named_parameters())
     if (item.value().requires_grad() && !own.contains(item.value().unsafeGetTensorImpl()))
@@ -66,12 +64,7 @@ GRADACCUM_INLINE void MultiOptimizer::check(const torch::nn::Module& model) cons
               detail::first_of(forgotten));
 }
 
-GRADACCUM_INLINE void MultiOptimizer::step() {
-  std::vector<at::Tensor> parameters;
-  for (auto& group : param_groups())
-    for (auto& parameter : group.params()) parameters.push_back(parameter);
-  step(Gradients(parameters));
-}
+GRADACCUM_INLINE void MultiOptimizer::step() { step(Gradients(detail::parameters_of(*this))); }
 
 GRADACCUM_INLINE void MultiOptimizer::step(Gradients gradients) { prepare(std::move(gradients))(); }
 
@@ -81,20 +74,24 @@ GRADACCUM_INLINE std::function<void()> MultiOptimizer::prepare(Gradients gradien
   if (!all_take_gradients()) gradients.apply();
   std::unordered_set<const void*> with_gradient;
   for (auto& parameter : gradients.parameters()) with_gradient.insert(parameter.unsafeGetTensorImpl());
-  std::vector<std::function<void()>> steps;  // those that were not checked first: they may throw
+  std::vector<std::function<void()>> unchecked, prepared;
   for (auto& [name, optimizer] : members_) {
     bool any = false;
     detail::for_each_parameter(optimizer, [&](const at::Tensor& parameter) {
       any = any || with_gradient.contains(parameter.unsafeGetTensorImpl());
     });
     if (!any) continue;
-    if (auto* const taker = dynamic_cast<TakesGradients*>(&optimizer))
-      steps.push_back(taker->prepare(gradients));
+    auto* const taker = dynamic_cast<TakesGradients*>(&optimizer);
+    if (auto step = taker ? taker->prepare(gradients) : nullptr)
+      prepared.push_back(std::move(step));
+    else if (taker)
+      unchecked.emplace_back([taker, gradients] { taker->step(gradients); });
     else
-      steps.insert(steps.begin(), [&by = optimizer] { by.step(); });
+      unchecked.emplace_back([&by = optimizer] { by.step(); });
   }
-  return [steps = std::move(steps)] {
-    for (auto& step : steps) step();
+  return [unchecked = std::move(unchecked), prepared = std::move(prepared)] {
+    for (auto& step : unchecked) step();  // may throw
+    for (auto& step : prepared) step();
   };
 }
 
@@ -115,15 +112,18 @@ GRADACCUM_INLINE void MultiOptimizer::zero_grad(bool set_to_none) {
 }
 
 GRADACCUM_INLINE std::vector<ParamGroupRef> MultiOptimizer::param_groups() const {
+  for (std::size_t member = 0; member < members_.size(); ++member)
+    while (known_groups_[member] < members_[member].optimizer.param_groups().size())
+      order_.push_back({member, known_groups_[member]++});
   std::vector<ParamGroupRef> all;
-  for (auto& [name, optimizer] : members_)
-    all.insert(all.end(), optimizer.param_groups().begin(), optimizer.param_groups().end());
+  for (auto& group : order_) all.emplace_back(members_[group.member].optimizer.param_groups().at(group.index));
   return all;
 }
 
 GRADACCUM_INLINE torch::optim::Optimizer& MultiOptimizer::operator[](std::string_view name) const {
   const auto found = std::ranges::find(members_, name, &NamedOptimizer::name);
-  TORCH_CHECK(found != members_.end(), "MultiOptimizer: no optimizer is named ", name);
+  TORCH_CHECK(found != members_.end(), "MultiOptimizer: no optimizer is named ", name, ", only ",
+              detail::names_of(members_));
   return found->optimizer;
 }
 

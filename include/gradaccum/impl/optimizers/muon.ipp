@@ -144,8 +144,8 @@ GRADACCUM_INLINE at::ScalarType Muon::ns_dtype(const MuonOptions& options, const
   return is_bf16_fast(parameter.device()) ? at::kBFloat16 : at::kFloat;
 }
 
-GRADACCUM_INLINE std::function<void()> Muon::prepare_steps(const detail::GradientOf& gradient_of,
-                                                           const detail::Multiplier& multiplier) {
+GRADACCUM_INLINE detail::PreparedStep Muon::prepare_steps(const detail::GradientOf& gradient_of,
+                                                          const detail::Multiplier& multiplier) {
   std::vector<detail::MuonBatch> batches;
   for (auto& group : param_groups()) {
     const auto& options = static_cast<const MuonOptions&>(group.options());
@@ -198,7 +198,7 @@ GRADACCUM_INLINE std::function<void()> Muon::prepare_steps(const detail::Gradien
   if (!on_devices.empty()) plan_steps(plan, on_devices, multiplier, name);
   if (!on_cpu.empty()) plan.add(at::kCPU, std::make_unique<detail::CpuSteps>(on_cpu, multiplier));
   for (auto& [device, product] : products) plan.add(device, std::move(product));
-  const auto finish = [this, directions = std::move(directions)](auto& stepped) {
+  auto finish = [this, directions = std::move(directions)](auto& stepped) {
     for (std::size_t i = 0; i < stepped.size(); ++i) {
       auto& state = state_[stepped[i].parameter.unsafeGetTensorImpl()];
       if (!state) state = new_state();
@@ -206,7 +206,7 @@ GRADACCUM_INLINE std::function<void()> Muon::prepare_steps(const detail::Gradien
     }
   };
   return prepared<detail::ElementStep>(std::move(plan), {.found_inf = multiplier.found_inf}, std::move(updates),
-                                       finish);
+                                       std::move(finish));
 }
 
 }  // namespace gradaccum::optim

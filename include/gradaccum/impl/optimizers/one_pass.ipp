@@ -55,9 +55,11 @@ GRADACCUM_INLINE std::function<void()> row_step_of(const at::Tensor& parameter, 
 }
 
 GRADACCUM_INLINE void check_has_named_state(torch::optim::Optimizer& optimizer, const NamedParameters& parameters) {
-  TORCH_CHECK(
-      dynamic_cast<optim::OnePass*>(&optimizer) || new_state_of(optimizer), "OptimizerState: ", type_name(optimizer),
-      " must be an optimizer of LibTorch or gradaccum, except LBFGS, or have a member void state(ga::Archive&)");
+  TORCH_CHECK(dynamic_cast<optim::OnePass*>(&optimizer) || new_state_of(optimizer),
+              "OptimizerState: ", type_name(optimizer),
+              " must be an optimizer of LibTorch or gradaccum, except LBFGS, or have a member void "
+              "state(ga::Archive&), which is "
+              "not seen in a MultiOptimizer or behind a torch::optim::Optimizer&");
   for_each_parameter(optimizer, [name_of = NameOf(parameters)](const at::Tensor& parameter) { name_of(parameter); });
 }
 
@@ -74,11 +76,16 @@ GRADACCUM_INLINE at::Tensor OnePass::step_after(const torch::optim::Optimizer::L
   return loss;
 }
 
-GRADACCUM_INLINE void OnePass::step(Gradients gradients) { prepare(std::move(gradients))(); }
+GRADACCUM_INLINE void OnePass::step(Gradients gradients) { prepared_with(std::move(gradients))(); }
 
 GRADACCUM_INLINE std::function<void()> OnePass::prepare(Gradients gradients) {
+  const auto step = std::make_shared<detail::PreparedStep>(prepared_with(std::move(gradients)));
+  return [step] { (*step)(); };
+}
+
+GRADACCUM_INLINE detail::PreparedStep OnePass::prepared_with(Gradients gradients) {
   const bool left_to_device = judges_on_device(gradients);
-  if (!left_to_device && gradients.overflowed()) return [] {};
+  if (!left_to_device && gradients.overflowed()) return detail::PreparedStep([] {});
   const detail::GradientOf gradient_of(gradients);
   bool any = gradient_of.empty();
   detail::for_each_parameter(itself(), [&](auto& parameter) { any = any || gradient_of(parameter).defined(); });
@@ -104,12 +111,13 @@ GRADACCUM_INLINE std::function<void()> OnePass::prepare(Gradients gradients) {
     const c10::InferenceMode can_be_changed_after_it(false);
     skipped_steps = at::zeros({}, at::TensorOptions(at::kFloat).device(device));
   }
-  return [this, run = prepare_steps(gradient_of, by), skipped_steps, found_inf = by.found_inf, parameters] {
-    run();
-    const at::NoGradGuard without_graph;
-    skipped_steps_ = skipped_steps.add_(found_inf);
-    concerned_ = parameters;
-  };
+  return detail::PreparedStep(
+      [this, run = prepare_steps(gradient_of, by), skipped_steps, found_inf = by.found_inf, parameters]() mutable {
+        run();
+        const at::NoGradGuard without_graph;
+        skipped_steps_ = skipped_steps.add_(found_inf);
+        concerned_ = std::move(parameters);
+      });
 }
 
 GRADACCUM_INLINE bool OnePass::judges_on_device(const Gradients& gradients) const {
@@ -163,8 +171,8 @@ void OnePass::set_rounding_keys(std::vector<Step>& steps, std::vector<std::int64
 }
 
 template <class Step>
-std::function<void()> OnePass::prepared(detail::StepPlan plan, const detail::Multiplier& multiplier,
-                                        std::vector<Step> steps, std::function<void(std::vector<Step>& steps)> finish) {
+detail::PreparedStep OnePass::prepared(detail::StepPlan plan, const detail::Multiplier& multiplier,
+                                       std::vector<Step> steps, std::function<void(std::vector<Step>& steps)> finish) {
   auto rounded_steps = rounded_steps_;  // kept once nothing can fail any more
   set_rounding_keys(steps, rounded_steps);
   const auto on_cpu = [](auto& step) { return step.parameter.is_cpu(); };
@@ -178,25 +186,20 @@ std::function<void()> OnePass::prepared(detail::StepPlan plan, const detail::Mul
   }
   const double on_host = any_on_cpu ? detail::host_number(multiplier) : 1;
   plan.allocate();
-  struct Prepared {
-    detail::StepPlan plan;
-    std::vector<Step> steps;
-    std::vector<std::int64_t> rounded_steps;
-  };
-  auto own = std::make_shared<Prepared>(Prepared{std::move(plan), std::move(steps), std::move(rounded_steps)});
-  return [this, own, any_on_cpu, on_host, finish = std::move(finish)] {
+  return detail::PreparedStep([this, plan = std::move(plan), steps = std::move(steps), any_on_cpu, on_host,
+                               rounded_steps = std::move(rounded_steps), finish = std::move(finish)]() mutable {
     const at::NoGradGuard no_grad;
-    rounded_steps_ = std::move(own->rounded_steps);
-    own->plan.run();  // first, since the processor's part may wait for devices
-    if (any_on_cpu) step_on_cpu(own->steps, on_host);
+    rounded_steps_ = std::move(rounded_steps);
+    plan.run();  // first, since the processor's part may wait for devices
+    if (any_on_cpu) step_on_cpu(steps, on_host);
     at::autocast::clear_cache();  // its casts are of the old parameters
-    finish(own->steps);
-  };
+    finish(steps);
+  });
 }
 
 /// Each parameter's state changes only after all steps.
-GRADACCUM_INLINE std::function<void()> ElementSteps::prepare_steps(const detail::GradientOf& gradient_of,
-                                                                   const detail::Multiplier& multiplier) {
+GRADACCUM_INLINE detail::PreparedStep ElementSteps::prepare_steps(const detail::GradientOf& gradient_of,
+                                                                  const detail::Multiplier& multiplier) {
   std::vector<detail::ElementStep> steps;
   detail::StepPlan plan;
   auto& states = itself().state();
@@ -293,12 +296,12 @@ GRADACCUM_INLINE void OnePass::set_rounded_steps(std::vector<std::int64_t> steps
 }
 
 #ifdef GRADACCUM_COMPILED
-template std::function<void()> OnePass::prepared(detail::StepPlan, const detail::Multiplier&,
-                                                 std::vector<detail::ElementStep>,
-                                                 std::function<void(std::vector<detail::ElementStep>&)>);
-template std::function<void()> OnePass::prepared(detail::StepPlan, const detail::Multiplier&,
-                                                 std::vector<detail::AdafactorStep>,
-                                                 std::function<void(std::vector<detail::AdafactorStep>&)>);
+template detail::PreparedStep OnePass::prepared(detail::StepPlan, const detail::Multiplier&,
+                                                std::vector<detail::ElementStep>,
+                                                std::function<void(std::vector<detail::ElementStep>&)>);
+template detail::PreparedStep OnePass::prepared(detail::StepPlan, const detail::Multiplier&,
+                                                std::vector<detail::AdafactorStep>,
+                                                std::function<void(std::vector<detail::AdafactorStep>&)>);
 #endif
 
 }  // namespace gradaccum::optim

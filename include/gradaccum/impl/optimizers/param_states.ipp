@@ -268,6 +268,7 @@ GRADACCUM_INLINE void set_options(const std::vector<optim::NamedOptimizer>& opti
     Archive::Values own;
     for (auto& [option, value] : options)
       if (option.starts_with(prefix)) own.emplace(option.substr(prefix.size()), value);
+    if (own.empty()) continue;  // of a user's class
     Archive archive(std::move(own));
     archive_groups(archive, optimizer);
   }

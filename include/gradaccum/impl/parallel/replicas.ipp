@@ -784,8 +784,8 @@ GRADACCUM_INLINE StepResult ReplicaCommunicator::step(AnyOptimizer& optimizer,
   StepResult result = StepResult::empty;
   or_give_up([&] {
     if (!used_.empty()) {
-      shards_->check_can_be_stepped();
       shards_->check();
+      shards_->check_can_be_stepped();
       auto gradients = window->handle();
       const bool skipped = gradients.overflowed();  // on all ranks: the host knows the findings on all pieces
       if (!skipped && !gradients.raw().empty()) shards_->with_own([&] { step_optimizer(optimizer, gradients); });

@@ -416,7 +416,8 @@ GRADACCUM_INLINE void Loop::archive_given(Archive& archive) {
             auto before = std::optional(std::get<T>(kept_.at(key)));
             archive("given_options." + key, before);
             if (before) of_state[key] = *before;
-            if (!before || *before == here || (rate_is_set_ && key.ends_with(".lr"))) return;
+            const auto is_of_key = [&key](auto& prefix) { return key.starts_with(prefix) && key.ends_with(".lr"); };
+            if (!before || *before == here || std::ranges::any_of(rates_set_, is_of_key)) return;
             changed[key] = here;
             changes += changes.empty() ? "" : ", ";
             changes += key == "frozen" ? "the frozen parameters" : c10::str(key, " (", here, ", was ", *before, ")");

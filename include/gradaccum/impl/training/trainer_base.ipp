@@ -11,6 +11,9 @@
 #include <gradaccum/detail/window/window_gradients.hpp>
 #include <gradaccum/training_state.hpp>
 
+#include <algorithm>
+#include <limits>
+
 #include <gradaccum/impl/begin.ipp>
 
 namespace gradaccum {
@@ -117,9 +120,7 @@ GRADACCUM_INLINE void TrainerBase::leave_out(std::vector<std::string> buffers) {
   loop_->left_out_ = std::move(buffers);
 }
 GRADACCUM_INLINE double TrainerBase::learning_rate() {
-  const auto groups = loop_->window_.optimizer().param_groups();
-  constexpr auto none = std::numeric_limits<double>::quiet_NaN();
-  return groups.empty() ? none : detail::learning_rate(groups.front()).value_or(none);
+  return loop_->window_.optimizer().learning_rate().value_or(std::numeric_limits<double>::quiet_NaN());
 }
 GRADACCUM_INLINE LearningRates TrainerBase::learning_rates(const std::string& optimizer) {
   auto& all = loop_->window_.optimizer();
@@ -128,10 +129,13 @@ GRADACCUM_INLINE LearningRates TrainerBase::learning_rates(const std::string& op
   if (optimizer.empty()) return LearningRates(all);
   const auto named = std::ranges::find(all.members, optimizer, &optim::NamedOptimizer::name);
   TORCH_CHECK(named != all.members.end(), "Trainer: a policy that sets the learning rates of ", optimizer,
-              " needs a MultiOptimizer with an optimizer of this name, got ", all.name());
+              " needs a MultiOptimizer with an optimizer of this name, got ", all.name(), " of ",
+              detail::names_of(all.members));
   return LearningRates(named->optimizer);
 }
-GRADACCUM_INLINE void TrainerBase::will_set_learning_rate() { loop_->rate_is_set_ = true; }
+GRADACCUM_INLINE void TrainerBase::will_set_learning_rate(const std::string& optimizer) {
+  loop_->rates_set_.push_back(optimizer.empty() ? optimizer : optimizer + ".");
+}
 
 GRADACCUM_INLINE std::shared_ptr<detail::Communicator> TrainerBase::peers() const { return loop_->window_.peers(); }
 GRADACCUM_INLINE std::shared_ptr<detail::Shards> TrainerBase::shards() const {

@@ -25,10 +25,10 @@ GRADACCUM_INLINE std::optional<double> learning_rate(const torch::optim::Optimiz
   return std::nullopt;
 }
 
-GRADACCUM_INLINE std::optional<double> learning_rate(const optim::ParamGroupRef& group) try {
-  return learning_rate(group.options());
-} catch (const c10::Error&) {
-  return std::nullopt;
+GRADACCUM_INLINE std::string names_of(const std::vector<optim::NamedOptimizer>& optimizers) {
+  std::string names;
+  for (auto& one : optimizers) names += (names.empty() ? "" : ", ") + one.name;
+  return names;
 }
 
 GRADACCUM_INLINE at::Tensor loss_of(const std::function<at::Tensor()>& closure) {
@@ -44,8 +44,8 @@ GRADACCUM_INLINE bool steps_by_elements(const torch::optim::Optimizer& optimizer
 }
 
 GRADACCUM_INLINE bool AnyOptimizer::rates_are_0() const {
-  const auto groups = param_groups();
-  return !groups.empty() && std::ranges::all_of(groups, [](auto& group) { return learning_rate(group) == 0.0; });
+  const auto is_0 = [](auto& group) { return detail::learning_rate(group.options()) == 0.0; };
+  return !members.empty() && std::ranges::all_of(param_groups(), is_0);
 }
 
 GRADACCUM_INLINE StepResult step_optimizer(AnyOptimizer& optimizer, Gradients gradients) {
