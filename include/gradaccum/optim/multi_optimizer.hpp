@@ -41,10 +41,10 @@ namespace gradaccum::optim {
 /// `in_backward` is not supported. Throws if a parameter is in two of them. `ga::OptimizerState` saves each under its
 /// name.
 ///
-/// Exceptions. Those of `ga::optim` check their gradients before any steps; others step first. So if one of them
-/// throws, none of `ga::optim` has stepped.
+/// Exceptions. Optimizers of `ga::optim` check their gradients before any steps; others step first. So if one throws,
+/// none of `ga::optim` has stepped.
 ///
-/// Rates. `ga::LearningRates rates(both)` sets all in proportion, `ga::LearningRates rates(muon)` those of one.
+/// Rates. `ga::LearningRates rates(both)` sets all in proportion, `ga::LearningRates rates(muon)` Muon's alone.
 ///
 /// @note Does not synchronize, except for a 4-byte read with a loss scaler, as its members do.
 class MultiOptimizer final : public TakesGradients {
@@ -67,7 +67,7 @@ class MultiOptimizer final : public TakesGradients {
 
   void zero_grad(bool set_to_none = true);
 
-  /// Returns the groups of all members: one member after another, then those that were added since.
+  /// Returns the groups of all members: one member after another, then groups that were added later.
   std::vector<ParamGroupRef> param_groups() const;
   const std::vector<NamedOptimizer>& members() const { return members_; }
   torch::optim::Optimizer& operator[](std::string_view name) const;
