@@ -25,6 +25,11 @@ usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 
                                               C++ trains them on made-up reviews and FashionMNIST; the arguments,
                                               --epochs say, are for all three; build/exported_demo has data, models,
                                               trained weights and a page for each
+       ./bootstrap.sh new FOLDER --template NAME
+                                              begin a program of your own: a folder with one of examples/templates and
+                                              its CMakeLists.txt, ready to build; own_loop and trainer are plain
+                                              trainings, ppo learns by reinforcement, gan has two networks, and
+                                              finetune_exported trains a model that Python exported
        ./bootstrap.sh test                    build and run the core of the tests: the library's modules on the CPU, a
                                               program that finds the installed library, the documents' code, and a
                                               training that is killed and resumed
@@ -399,6 +404,41 @@ demo() {
   exec "$program" "${options[@]}" "$@"  # exec, so that the program receives signals
 }
 
+# Prints where others can fetch this commit: the repository that this one was cloned from, or this one.
+address_of_repository() {
+  if [[ -n $(git branch --remotes --contains HEAD 2> /dev/null) ]]; then git remote get-url origin; else echo "$PWD"; fi
+}
+
+new_program() {
+  local folder="" template="" names
+  names=$(cd examples/templates && echo *.cpp)
+  while (( $# > 0 )); do
+    case $1 in
+      --template) template=${2-}; shift ;;
+      --template=*) template=${1#--template=} ;;
+      -*) refuse "new has no option '$1'" ;;
+      *) folder=$1 ;;
+    esac
+    shift || refuse "--template needs a name: ${names//.cpp/}"
+  done
+  if [[ -z $folder ]]; then refuse "new needs a folder"; fi
+  if [[ -z $template || ! -e examples/templates/$template.cpp ]]; then
+    refuse "there is no template '$template', but ${names//.cpp/}"
+  fi
+  local address tag
+  address=$(address_of_repository)
+  tag=$(git rev-parse HEAD 2> /dev/null) || fail "$PWD must be a clone of gradaccum's repository, so that the program can fetch it"
+  cd "$typed_in"
+  if [[ -e $folder ]]; then fail "$folder exists already; name a new folder"; fi
+  mkdir -p "$folder"
+  cp "$OLDPWD/examples/templates/$template.cpp" "$folder"
+  sed -e "s|(GRADACCUM_REPOSITORY \"\"|(GRADACCUM_REPOSITORY \"$address\"|" -e "s|(GRADACCUM_TAG \"main\"|(GRADACCUM_TAG \"$tag\"|" \
+    "$OLDPWD/examples/templates/CMakeLists.txt" > "$folder/CMakeLists.txt"
+  step "$folder has $template.cpp and CMakeLists.txt. Its first lines say how it is called; it builds by
+    cmake -S $folder -B $folder/build
+    cmake --build $folder/build --parallel"
+}
+
 need_to_test() {
   case $1 in
     dev) need_to_build g++ ;;
@@ -692,13 +732,14 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 command=${1-}
 if (( $# > 0 )); then shift; fi
 case $command in
-  test | packages | doctor | docs | oracle)
+  test | new | packages | doctor | docs | oracle)
     case ${1-} in -h | --help) usage; exit ;; esac
     ;;
 esac
 case $command in
   demo) demo "$@" ;;
   test) run_tests "$@" ;;
+  new) new_program "$@" ;;
   bench) bench "$@" ;;
   doctor | oracle | packages)
     if (( $# > 0 )); then refuse "$command takes no arguments, got '$*'"; fi

@@ -141,6 +141,7 @@ struct SaveOptions {
 struct LoadOptions {
   bool allow_changes = false;  ///< load all values that fit, even if the model, data or settings differ
   bool best = false;           ///< load the state with the best validation, not the newest: see `SaveState::keep_best`
+  bool if_any = false;         ///< load nothing, and return an empty path, if there is no state
 };
 
 namespace detail {

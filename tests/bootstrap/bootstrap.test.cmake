@@ -51,6 +51,29 @@ expect("A fetch of LibTorch" "${text}" "Downloading torch [(]190 MB[)]\n")
 string(REGEX REPLACE "[ \n]+" " " errors "${errors}")
 expect("A fetch that fails" "${errors}" "the disk is full, see ${WHERE}/fetched.log; free some room")
 
+# A program of one's own begins with a template, in a new folder.
+function(new_program)
+  execute_process(COMMAND "${SOURCE}/bootstrap.sh" new ${ARGN} WORKING_DIRECTORY "${WHERE}" OUTPUT_VARIABLE text ERROR_VARIABLE text)
+  return(PROPAGATE text)
+endfunction()
+file(REMOVE_RECURSE "${WHERE}/mine")
+new_program(mine --template ppo)
+if(text MATCHES "must be a clone of gradaccum's repository") # an archive of the source
+  message(STATUS "no clone: bootstrap.sh new is not tested")
+else()
+  expect("A new program" "${text}" "mine has ppo[.]cpp and CMakeLists[.]txt.*cmake -S mine -B mine/build\n")
+  file(STRINGS "${WHERE}/mine/CMakeLists.txt" lines REGEX "^set.GRADACCUM_")
+  expect("A new program's CMakeLists.txt" "${lines}" "set.GRADACCUM_REPOSITORY \"[^\"]+\" CACHE.*set.GRADACCUM_TAG \"[0-9a-f]+\" CACHE")
+  execute_process(COMMAND "${CMAKE_COMMAND}" -E compare_files "${SOURCE}/examples/templates/ppo.cpp" "${WHERE}/mine/ppo.cpp"
+    COMMAND_ERROR_IS_FATAL ANY)
+  new_program(mine --template ppo)
+  expect("A new program in a folder that exists" "${text}" "mine exists already; name a new folder")
+endif()
+new_program(other --template pop)
+expect("A new program of an unknown template" "${text}" "there is no template 'pop', but finetune_exported gan own_loop ppo trainer")
+new_program(--template ppo)
+expect("A new program without a folder" "${text}" "new needs a folder")
+
 # Runs a script after the definitions of bootstrap.sh's functions, which it can replace.
 set(source_functions [==[set -euo pipefail; source /dev/stdin <<< "$(sed -n '/^[a-z_]*() {.*}$/p; /^[a-z_]*() {$/,/^}/p; /^python_with_torch=/p' "$0")"; ]==])
 function(run_functions script)

@@ -94,7 +94,8 @@ void undocumented();
 def copied(folder):
     """Copies all inputs of the pages."""
     for path in ("docs", "include", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "tests/support/layering.cmake",
-                 *(path.relative_to(ROOT) for path in ROOT.glob("examples/*/README.md"))):
+                 *(path.relative_to(ROOT) for files in ("examples/*/README.md", "examples/templates/*.cpp")
+                   for path in ROOT.glob(files))):
         there = folder / path
         there.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(ROOT / path, there) if (ROOT / path).is_dir() else shutil.copy(ROOT / path, there)

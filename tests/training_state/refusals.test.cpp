@@ -321,8 +321,12 @@ TEST_CASE("refused: paths without a state, and saves into the directory of anoth
   const auto state = saved(directory / "states");
   Scene<AdamW, Nothing> scene({}, -1);
   REQUIRE_ERROR("none must be a state or contain one", ga::load(directory / "none", scene.trainer));
+  REQUIRE_ERROR("must be a state or contain one", ga::load("", scene.trainer));
+  CHECK(ga::load(directory / "none", scene.trainer, {.if_any = true}).empty());
+  CHECK(ga::load("", scene.trainer, {.if_any = true}).empty());
   std::filesystem::create_directory(directory / "empty");
   REQUIRE_ERROR("empty must be a state or contain one", ga::load(directory / "empty", scene.trainer));
+  CHECK(ga::load(directory / "empty", scene.trainer, {.if_any = true}).empty());
   write_text(directory / "file", "text");
   REQUIRE_ERROR("file", ga::load(directory / "file", scene.trainer));
   CHECK(ga::load(state, scene.trainer) == state);

@@ -28,6 +28,7 @@
 namespace gradaccum::detail {
 
 GRADACCUM_INLINE std::optional<std::filesystem::path> newest_state(const std::filesystem::path& path) {
+  if (path.empty()) return std::nullopt;
   if (std::filesystem::exists(path / manifest_name)) return path;
   const auto states = StateDirectory(path).finished();
   return states.empty() ? std::nullopt : std::optional(states.back().path);
@@ -261,6 +262,7 @@ GRADACCUM_INLINE std::filesystem::path load(const std::filesystem::path& directo
     const auto best = best_states(directory, 1);
     return best.empty() ? std::nullopt : std::optional(best.front());
   });
+  if (folder.empty() && options.if_any) return folder;
   TORCH_CHECK(!folder.empty() || !options.best, "load: ", directory.string(),
               " must have a state with a validation metric that is not NaN for {.best = true}; save one with "
               "ga::Validate and ga::SaveState{.keep_best = 1}");

@@ -1,0 +1,226 @@
+// SPDX-License-Identifier: Apache-2.0
+// Proximal policy optimisation (arXiv 1707.06347) of CartPole, with the rules and names of CleanRL's ppo.py.
+//
+//     ./ppo [STEPS [SEED [FOLDER]]]     trains; with a folder, saves there, and resumes from its newest state
+//     ./ppo record                      records the training step for gradaccum's tools/compile_step.py, as `step`
+//
+// For a task of your own, change CartPole and Agent, then the hyperparameters. With `step` compiled, updates take less
+// than half the time.
+#include <torch/torch.h>
+#include <gradaccum/gradaccum.hpp>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <filesystem>
+#include <iostream>
+#include <string>
+#include <utility>
+
+namespace ga = gradaccum;
+
+const struct {
+  std::int64_t total_timesteps = 150'000, num_envs = 8, num_steps = 32, num_minibatches = 4, update_epochs = 4;
+  double learning_rate = 2.5e-3, gamma = 0.99, gae_lambda = 0.95, clip_coef = 0.2, ent_coef = 0.01, vf_coef = 0.5;
+  double max_grad_norm = 0.5, target_kl = 0;  // 0: without a limit
+  bool anneal_lr = true, norm_adv = true, clip_vloss = true;
+  std::int64_t micro_batches = 1;  // parts of a minibatch that are computed one by one, where memory is short
+} by;
+
+/// A pole on a cart, as Gymnasium's CartPole-v1. A step pushes the cart left (0) or right (1); its reward is 1.
+struct CartPole {
+  static constexpr std::int64_t observations = 4, actions = 2, most_steps = 500;
+
+  static at::Tensor reset(const at::Tensor& states) { return states.uniform_(-0.05, 0.05); }
+  /// Returns true if the pole has fallen or the cart is too far off.
+  static bool step(double* state, std::int64_t action) {
+    constexpr double gravity = 9.8, pole_mass = 0.1, mass = 1.1, half_length = 0.5, seconds = 0.02;
+    auto &x = state[0], &speed = state[1], &angle = state[2], &turning = state[3];
+    const double force = action == 1 ? 10 : -10, sine = std::sin(angle), cosine = std::cos(angle);
+    const double push = (force + pole_mass * half_length * turning * turning * sine) / mass;
+    const double inertia = half_length * (4.0 / 3 - pole_mass * cosine * cosine / mass);
+    const double turning_rate = (gravity * sine - cosine * push) / inertia;
+    x += seconds * speed;
+    speed += seconds * (push - pole_mass * half_length * turning_rate * cosine / mass);
+    angle += seconds * turning;
+    turning += seconds * turning_rate;
+    return std::abs(x) > 2.4 || std::abs(angle) > 12 * M_PI / 180;
+  }
+};
+
+struct AgentImpl : torch::nn::Module {
+  torch::nn::Sequential actor = register_module("actor", network(CartPole::actions, 0.01));
+  torch::nn::Sequential critic = register_module("critic", network(1, 1));
+
+  static torch::nn::Sequential network(std::int64_t outputs, double gain) {
+    const auto linear = [](std::int64_t in, std::int64_t out, double by) {
+      torch::nn::Linear layer(in, out);
+      torch::nn::init::orthogonal_(layer->weight, by);
+      torch::nn::init::zeros_(layer->bias);
+      return layer;
+    };
+    return torch::nn::Sequential(linear(CartPole::observations, 64, M_SQRT2), torch::nn::Tanh(),
+                                 linear(64, 64, M_SQRT2), torch::nn::Tanh(), linear(64, outputs, gain));
+  }
+  /// Returns the logarithmic probabilities of all actions, and of the drawn ones.
+  std::pair<at::Tensor, at::Tensor> log_probs(const at::Tensor& observation, const at::Tensor& action) {
+    const auto all = actor->forward(observation).log_softmax(1);
+    return {all, all.gather(1, action.unsqueeze(1)).squeeze(1)};
+  }
+};
+TORCH_MODULE(Agent);
+
+/// Observations, actions, their logarithmic probabilities, advantages, values and returns: a row for each step.
+using Batch = std::array<at::Tensor, 6>;
+
+ga::Loss objective(Agent& agent, Batch& batch) {
+  const auto& [observation, action, old_log_prob, advantage, old_value, target] = batch;
+  const auto [log_probs, log_prob] = agent->log_probs(observation, action);
+  const auto ratio = (log_prob - old_log_prob).exp();
+  const auto gain = torch::min(ratio * advantage, ratio.clamp(1 - by.clip_coef, 1 + by.clip_coef) * advantage);
+  const auto entropy = -(log_probs.exp() * log_probs).sum(1);
+  const auto value = agent->critic->forward(observation).squeeze(1);
+  const auto clipped = old_value + (value - old_value).clamp(-by.clip_coef, by.clip_coef);
+  auto error = (value - target).square();
+  if (by.clip_vloss) error = torch::max(error, (clipped - target).square());
+  return {by.vf_coef * 0.5 * error.mean() - gain.mean() - by.ent_coef * entropy.mean(), action.size(0)};
+}
+
+struct Training {
+  Agent agent;
+  ga::optim::Adam adam{agent->parameters(), ga::optim::AdamOptions(by.learning_rate).eps(1e-5)};
+  ga::GradAccumulator<ga::optim::Adam> optimizer{adam, {.steps = by.micro_batches}};
+  ga::LearningRates rates{optimizer};
+  at::Tensor environments = CartPole::reset(torch::empty({by.num_envs, CartPole::observations}, torch::kDouble));
+  at::Tensor lengths = torch::zeros({by.num_envs}, torch::kLong);  // of the episodes so far
+  at::Tensor last_returns = torch::zeros({100});                   // of the last episodes
+  std::int64_t timesteps = 0, episodes = 0;
+
+  /// Draws an action for each environment, and takes it. `ended` becomes 1 where an episode has ended, else 0.
+  void act(const at::Tensor& observation, const at::Tensor& action, const at::Tensor& ended) {
+    const auto probs = agent->actor->forward(observation).softmax(1).cpu(), random = torch::rand({by.num_envs});
+    for (std::int64_t i = 0; i < by.num_envs; ++i) {
+      const auto* p = probs.const_data_ptr<float>() + i * CartPole::actions;
+      auto rest = random.const_data_ptr<float>()[i];
+      std::int64_t drawn = 0;
+      while (drawn < CartPole::actions - 1 && rest >= p[drawn]) rest -= p[drawn++];
+      action.mutable_data_ptr<std::int64_t>()[i] = drawn;
+      auto& length = ++lengths.mutable_data_ptr<std::int64_t>()[i];
+      const bool fell = CartPole::step(environments[i].mutable_data_ptr<double>(), drawn);
+      const bool ends = fell || length == CartPole::most_steps;
+      ended.mutable_data_ptr<float>()[i] = ends;
+      if (!ends) continue;
+      last_returns[episodes++ % last_returns.size(0)] = std::exchange(length, 0);
+      CartPole::reset(environments[i]);
+    }
+  }
+
+  /// Plays num_steps steps in each environment, and estimates values and advantages (arXiv 1506.02438).
+  Batch play() {
+    const at::NoGradGuard no_grad;
+    const auto steps = by.num_steps;
+    const auto device = agent->parameters()[0].device();
+    const auto observation = torch::empty({steps + 1, by.num_envs, CartPole::observations}, device);
+    const auto action = torch::empty({steps, by.num_envs}, torch::kLong), ended = torch::empty({steps, by.num_envs});
+    for (std::int64_t t = 0; t <= steps; ++t) {
+      observation[t].copy_(environments);
+      if (t < steps) act(observation[t], action[t], ended[t]);
+    }
+    const auto values = agent->critic->forward(observation).squeeze(2).cpu(), value = values.slice(0, 0, steps);
+    const auto goes_on = 1 - ended, error = 1 + by.gamma * values.slice(0, 1) * goes_on - value;
+    const auto advantage = torch::empty_like(ended);
+    auto sum = torch::zeros({by.num_envs});
+    for (auto t = steps - 1; t >= 0; --t) advantage[t] = sum = error[t] + by.gamma * by.gae_lambda * goes_on[t] * sum;
+
+    const auto flat = [&](const at::Tensor& tensor) { return tensor.flatten(0, 1).to(device); };
+    Batch batch{flat(observation.slice(0, 0, steps)), flat(action), {}, flat(advantage), flat(value), {}};
+    auto& [seen, done, log_prob, advantages, old_value, target] = batch;
+    log_prob = agent->log_probs(seen, done).second;
+    target = advantages + old_value;
+    if (by.norm_adv) advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8);
+    return batch;
+  }
+
+  /// Returns how far the policy has moved since it played, by http://joschu.net/blog/kl-approx.html.
+  double kl(const Batch& batch) {
+    const at::NoGradGuard no_grad;
+    const auto log_ratio = agent->log_probs(batch[0], batch[1]).second - batch[2];
+    return (log_ratio.expm1() - log_ratio).mean().item<double>();
+  }
+
+  /// Plays and learns. `step` is the objective, itself or recorded.
+  void iterate(auto& step, std::int64_t total_timesteps) {
+    if (by.anneal_lr) rates.set(by.learning_rate * (1 - static_cast<double>(timesteps) / total_timesteps));
+    const auto batch = play();
+    const auto rows = by.num_envs * by.num_steps, parts = by.num_minibatches * by.micro_batches;
+    for (std::int64_t epoch = 0; epoch < by.update_epochs; ++epoch) {
+      const auto order = torch::randperm(rows, batch[0].device());
+      auto shuffled = batch;
+      for (auto& tensor : shuffled) tensor = tensor.index_select(0, order);
+      for (std::int64_t part = 0; part < parts; ++part) {
+        auto minibatch = shuffled;
+        for (auto& tensor : minibatch) tensor = tensor.narrow(0, part * rows / parts, rows / parts);
+        optimizer.backward(step(minibatch));
+        optimizer.clip_grad_norm_(by.max_grad_norm);
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+      if (by.target_kl > 0 && kl(batch) > by.target_kl) break;
+    }
+    timesteps += rows;
+  }
+
+  std::int64_t updates() const { return optimizer.updates(); }
+  void state(ga::Archive& archive) {
+    archive("agent", ga::ModelState(agent));
+    archive("optimizer", ga::OptimizerState(optimizer, agent));
+    archive("environments", environments), archive("lengths", lengths), archive("last_returns", last_returns);
+    archive("timesteps", timesteps), archive("episodes", episodes);
+    archive("random", ga::RandomState());
+  }
+};
+
+void train(Training& training, auto step, std::int64_t total_timesteps, const std::string& folder) {
+  ga::load(folder, training, {.if_any = true});
+  const auto begin = std::chrono::steady_clock::now();
+  const auto updates_before = training.updates();
+  for (int i = 1; training.timesteps < total_timesteps; ++i) {
+    training.iterate(step, total_timesteps);
+    if (i % 40 != 0 && training.timesteps < total_timesteps) continue;
+    const auto number = static_cast<double>(std::clamp<std::int64_t>(training.episodes, 1, 100));
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
+    std::cout << training.timesteps << " steps: mean return " << training.last_returns.sum().item<double>() / number
+              << ", " << std::lround((training.updates() - updates_before) / seconds.count()) << " updates/s"
+              << std::endl;
+    if (!folder.empty()) ga::save(folder, training, {.keep_last = 2});
+  }
+  std::cout << step.report();
+}
+
+int main(int argc, char** argv) try {
+  torch::set_num_threads(1);  // threads wait for one another longer than such a network computes
+  torch::manual_seed(argc > 2 ? std::stoull(argv[2]) : 1);
+  Training training;
+  if (torch::cuda::is_available()) training.agent->to(torch::kCUDA);
+  if (argc > 1 && argv[1] == std::string("record")) {
+    auto minibatch = training.play();
+    for (auto& tensor : minibatch) tensor = tensor.narrow(0, 0, tensor.size(0) / by.num_minibatches / by.micro_batches);
+    std::cout << ga::save_step(training.agent, objective, minibatch, "step");
+    return 0;
+  }
+  const auto total_timesteps = argc > 1 ? std::stoll(argv[1]) : by.total_timesteps;
+  const std::string folder = argc > 3 ? argv[3] : "";
+  if (std::filesystem::exists("step"))
+    train(training, ga::CompiledStep(training.agent, objective, "step"), total_timesteps, folder);
+  else  // without a GPU the objective runs itself
+    train(training, ga::GraphedStep(training.agent, objective), total_timesteps, folder);
+  return 0;
+} catch (const c10::Error& error) {
+  std::cerr << "ppo: " << error.what_without_backtrace() << '\n';
+  return 1;
+} catch (const std::exception& error) {
+  std::cerr << "ppo: " << error.what() << '\n';
+  return 1;
+}

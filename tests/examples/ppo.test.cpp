@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/catch.hpp"
+
+#define main ppo_main  // the program itself
+#include "templates/ppo.cpp"
+#undef main
+
+#include "examples/cart_pole_values.hpp"
+#include "pytorch_values/ppo.hpp"
+#include "support/files.hpp"
+#include "support/models.hpp"
+#include "support/waves.hpp"
+
+#include <cmath>
+#include <vector>
+
+// The template ppo.cpp: its environment and its update against Python's, that it learns, and that it resumes.
+
+namespace {
+
+double mean_return(const Training& training) {
+  return training.last_returns.sum().item<double>() /
+         static_cast<double>(std::clamp<std::int64_t>(training.episodes, 1, 100));
+}
+
+}  // namespace
+
+TEST_CASE("ppo: CartPole has the states of Gymnasium's") {
+  for (auto& episode : cart_pole_episodes) {
+    auto state = episode.start;
+    for (std::size_t i = 0; i < episode.states.size(); ++i) {
+      const bool ended = CartPole::step(state.data(), i % 3 == 2 ? 1 : static_cast<std::int64_t>(i % 2));
+      CHECK(ended == (i + 1 == episode.states.size()));
+      for (std::size_t k = 0; k < state.size(); ++k) CHECK(state[k] == Approx(episode.states[i][k]).epsilon(1e-12));
+    }
+  }
+}
+
+TEST_CASE("ppo: updates have the values of Python's, with a live rate, step count and norm") {
+  using testing::waves;
+  const std::int64_t n = pytorch_values::ppo_rows;
+  Training training;
+  training.agent->to(at::kDouble);
+  testing::fill_with_waves(training.agent, 0.2);
+  Batch batch{waves({n, 4}, 100),
+              (waves({n}, 300) > 0).to(at::kLong),
+              waves({n}, 400) * 0.3 - 0.7,
+              waves({n}, 500),
+              waves({n}, 600),
+              waves({n}, 700) * 2};
+  const auto& updates = pytorch_values::ppo_updates;
+  for (std::size_t i = 0; i < updates.size(); ++i) {
+    training.rates.set(by.learning_rate * (1 - static_cast<double>(i) / static_cast<double>(updates.size())));
+    const auto loss = objective(training.agent, batch);
+    CHECK(loss.mean.item<double>() == Approx(updates[i][0]).epsilon(1e-9));
+    training.optimizer.backward(loss);
+    training.optimizer.clip_grad_norm_(by.max_grad_norm);
+    training.optimizer.step();
+    training.optimizer.zero_grad();
+    CHECK(training.optimizer.grad_norm().item<double>() == Approx(updates[i][1]).epsilon(1e-9));
+    auto parameters = training.agent->parameters();
+    for (std::size_t k = 0; k < parameters.size(); ++k)
+      CHECK(parameters[k].detach().square().sum().item<double>() == Approx(updates[i][2 + k]).epsilon(1e-9));
+  }
+}
+
+TEST_CASE("ppo: micro-batches of a minibatch give its gradient") {
+  torch::manual_seed(1);
+  Training training;
+  auto batch = training.play();
+  training.agent->to(at::kDouble);
+  for (auto& tensor : batch)
+    if (tensor.is_floating_point()) tensor = tensor.to(at::kDouble);
+  const auto gradient_in = [&](std::int64_t parts) {
+    ga::GradAccumulator optimizer(training.adam, {.steps = parts});
+    const auto rows = batch[0].size(0) / parts;
+    for (std::int64_t part = 0; part < parts; ++part) {
+      auto minibatch = batch;
+      for (auto& tensor : minibatch) tensor = tensor.narrow(0, part * rows, rows);
+      optimizer.backward(objective(training.agent, minibatch));
+      if (part + 1 < parts) optimizer.step();
+    }
+    std::vector<at::Tensor> gradients;
+    for (auto& gradient : optimizer.gradients().values()) gradients.push_back(gradient.flatten().clone());
+    optimizer.discard();
+    optimizer.zero_grad();
+    return torch::cat(gradients);
+  };
+  CHECK(testing::distance(gradient_in(4), gradient_in(1)) < 1e-12);
+}
+
+TEST_CASE("ppo: learns, and resumes with the same bits") {
+  const auto objective_of = [](Training& training) {
+    return [&training](Batch& minibatch) { return objective(training.agent, minibatch); };
+  };
+  torch::manual_seed(1);
+  Training whole;
+  auto step = objective_of(whole);
+  const testing::Directory folder;
+  while (whole.timesteps < 50'000) {
+    whole.iterate(step, 150'000);
+    if (whole.timesteps == 40'960) ga::save(folder / "states", whole);
+  }
+  CHECK(mean_return(whole) > 100);  // 20 without learning, and 500 at best
+  torch::manual_seed(2);
+  Training resumed;
+  ga::load(folder / "states", resumed);
+  auto other_step = objective_of(resumed);
+  while (resumed.timesteps < 50'000) resumed.iterate(other_step, 150'000);
+  CHECK(at::equal(testing::flat(resumed.agent), testing::flat(whole.agent)));
+  CHECK(mean_return(resumed) == mean_return(whole));
+}
