@@ -25,7 +25,11 @@ ga::io::Tensors rows(const ga::io::Tensors& of, std::int64_t from, std::int64_t 
 }
 
 int main(int argc, char** argv) try {
-  TORCH_CHECK(argc > 2, "give a model and data: finetune_exported MODEL DATA [EPOCHS]");
+  const bool help = argc > 1 && argv[1] == std::string("--help");
+  if (argc < 3 || help) {
+    std::cout << "usage: finetune_exported MODEL DATA [EPOCHS]\n";
+    return help ? 0 : 1;
+  }
   const std::string folder = argv[1];
   const std::int64_t epochs = argc > 3 ? std::stoll(argv[3]) : 3;
   torch::manual_seed(1);  // of dropout
@@ -39,10 +43,10 @@ int main(int argc, char** argv) try {
   std::vector<at::Tensor> trained;
   for (auto& parameter : model->parameters())
     if (parameter.requires_grad()) trained.push_back(parameter);
-  ga::optim::AdamW adamw(trained, ga::optim::AdamWOptions(1e-4));
+  ga::optim::AdamW adamw(trained, ga::optim::AdamWOptions(5e-4));
   const auto objective = [](ga::ExportedModel& net, const ga::io::Tensors& batch) { return net->loss(batch); };
   ga::Trainer trainer(model, adamw, objective, ga::Accumulate{.steps = 2},  // 2 x 8: an effective batch of 16
-                      ga::ClipNorm{.max = 1.0}, ga::Schedule{ga::lr::Cosine{.peak = 1e-4, .warmup = 10}},
+                      ga::ClipNorm{.max = 1.0}, ga::Schedule{ga::lr::Cosine{.peak = 5e-4, .warmup = 10}},
                       ga::Validate(unseen), ga::SaveState{.directory = folder + ".states", .every_updates = 100});
   std::cout << "before: " << trainer.evaluate(unseen) << '\n';
   std::cout << trainer.fit(batches, {.epochs = epochs, .resume = folder + ".states"});
@@ -52,6 +56,6 @@ int main(int argc, char** argv) try {
   std::cerr << "finetune_exported: " << error.what_without_backtrace() << '\n';
   return 1;
 } catch (const std::exception& error) {
-  std::cerr << "finetune_exported: " << error.what() << '\n';
+  std::cerr << "finetune_exported: " << error.what() << "; --help shows the arguments\n";
   return 1;
 }

@@ -84,7 +84,10 @@ void draw(Gan& gan, const std::string& path) {
 }
 
 int main(int argc, char** argv) try {
-  TORCH_CHECK(argc > 1, "give the folder of the data: gan DATA [EPOCHS [FOLDER]]");
+  if (argc < 2 || argv[1] == std::string("--help")) {
+    std::cout << "usage: gan DATA [EPOCHS [FOLDER]]\n";
+    return argc < 2 ? 1 : 0;
+  }
   const std::string folder = argc > 3 ? argv[3] : "";
   const std::int64_t epochs = argc > 2 ? std::stoll(argv[2]) : 3;
   torch::manual_seed(1);
@@ -108,6 +111,6 @@ int main(int argc, char** argv) try {
   std::cerr << "gan: " << error.what_without_backtrace() << '\n';
   return 1;
 } catch (const std::exception& error) {
-  std::cerr << "gan: " << error.what() << '\n';
+  std::cerr << "gan: " << error.what() << "; --help shows the arguments\n";
   return 1;
 }

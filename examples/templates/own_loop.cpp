@@ -88,7 +88,10 @@ double accuracy(Training& training, ga::data::TensorBatches& batches) {
 }
 
 int main(int argc, char** argv) try {
-  TORCH_CHECK(argc > 1, "give the folder of the data: own_loop DATA [EPOCHS [FOLDER]]");
+  if (argc < 2 || argv[1] == std::string("--help")) {
+    std::cout << "usage: own_loop DATA [EPOCHS [FOLDER]]\n";
+    return argc < 2 ? 1 : 0;
+  }
   const std::string data = argv[1], folder = argc > 3 ? argv[3] : "";
   const std::int64_t epochs = argc > 2 ? std::stoll(argv[2]) : 2;
   torch::manual_seed(1);
@@ -105,6 +108,6 @@ int main(int argc, char** argv) try {
   std::cerr << "own_loop: " << error.what_without_backtrace() << '\n';
   return 1;
 } catch (const std::exception& error) {
-  std::cerr << "own_loop: " << error.what() << '\n';
+  std::cerr << "own_loop: " << error.what() << "; --help shows the arguments\n";
   return 1;
 }

@@ -27,7 +27,7 @@ const struct {
   double max_grad_norm = 0.5, target_kl = 0;  // 0: without a limit
   bool anneal_lr = true, norm_adv = true, clip_vloss = true;
   std::int64_t micro_batches = 1;  // parts of a minibatch that are computed one by one, where memory is short
-} by;
+} hyper;
 
 /// A pole on a cart, as Gymnasium's CartPole-v1. A step pushes the cart left (0) or right (1); its reward is 1.
 struct CartPole {
@@ -55,9 +55,9 @@ struct AgentImpl : torch::nn::Module {
   torch::nn::Sequential critic = register_module("critic", network(1, 1));
 
   static torch::nn::Sequential network(std::int64_t outputs, double gain) {
-    const auto linear = [](std::int64_t in, std::int64_t out, double by) {
+    const auto linear = [](std::int64_t in, std::int64_t out, double scale) {
       torch::nn::Linear layer(in, out);
-      torch::nn::init::orthogonal_(layer->weight, by);
+      torch::nn::init::orthogonal_(layer->weight, scale);
       torch::nn::init::zeros_(layer->bias);
       return layer;
     };
@@ -79,29 +79,29 @@ ga::Loss objective(Agent& agent, Batch& batch) {
   const auto& [observation, action, old_log_prob, advantage, old_value, target] = batch;
   const auto [log_probs, log_prob] = agent->log_probs(observation, action);
   const auto ratio = (log_prob - old_log_prob).exp();
-  const auto gain = torch::min(ratio * advantage, ratio.clamp(1 - by.clip_coef, 1 + by.clip_coef) * advantage);
+  const auto gain = torch::min(ratio * advantage, ratio.clamp(1 - hyper.clip_coef, 1 + hyper.clip_coef) * advantage);
   const auto entropy = -(log_probs.exp() * log_probs).sum(1);
   const auto value = agent->critic->forward(observation).squeeze(1);
-  const auto clipped = old_value + (value - old_value).clamp(-by.clip_coef, by.clip_coef);
+  const auto clipped = old_value + (value - old_value).clamp(-hyper.clip_coef, hyper.clip_coef);
   auto error = (value - target).square();
-  if (by.clip_vloss) error = torch::max(error, (clipped - target).square());
-  return {by.vf_coef * 0.5 * error.mean() - gain.mean() - by.ent_coef * entropy.mean(), action.size(0)};
+  if (hyper.clip_vloss) error = torch::max(error, (clipped - target).square());
+  return {hyper.vf_coef * 0.5 * error.mean() - gain.mean() - hyper.ent_coef * entropy.mean(), action.size(0)};
 }
 
 struct Training {
   Agent agent;
-  ga::optim::Adam adam{agent->parameters(), ga::optim::AdamOptions(by.learning_rate).eps(1e-5)};
-  ga::GradAccumulator<ga::optim::Adam> optimizer{adam, {.steps = by.micro_batches}};
+  ga::optim::Adam adam{agent->parameters(), ga::optim::AdamOptions(hyper.learning_rate).eps(1e-5)};
+  ga::GradAccumulator<ga::optim::Adam> optimizer{adam, {.steps = hyper.micro_batches}};
   ga::LearningRates rates{optimizer};
-  at::Tensor environments = CartPole::reset(torch::empty({by.num_envs, CartPole::observations}, torch::kDouble));
-  at::Tensor lengths = torch::zeros({by.num_envs}, torch::kLong);  // of the episodes so far
-  at::Tensor last_returns = torch::zeros({100});                   // of the last episodes
+  at::Tensor environments = CartPole::reset(torch::empty({hyper.num_envs, CartPole::observations}, torch::kDouble));
+  at::Tensor lengths = torch::zeros({hyper.num_envs}, torch::kLong);  // of the episodes so far
+  at::Tensor last_returns = torch::zeros({100});                      // of the last episodes
   std::int64_t timesteps = 0, episodes = 0;
 
   /// Draws an action for each environment, and takes it. `ended` becomes 1 where an episode has ended, else 0.
   void act(const at::Tensor& observation, const at::Tensor& action, const at::Tensor& ended) {
-    const auto probs = agent->actor->forward(observation).softmax(1).cpu(), random = torch::rand({by.num_envs});
-    for (std::int64_t i = 0; i < by.num_envs; ++i) {
+    const auto probs = agent->actor->forward(observation).softmax(1).cpu(), random = torch::rand({hyper.num_envs});
+    for (std::int64_t i = 0; i < hyper.num_envs; ++i) {
       const auto* p = probs.const_data_ptr<float>() + i * CartPole::actions;
       auto rest = random.const_data_ptr<float>()[i];
       std::int64_t drawn = 0;
@@ -120,26 +120,28 @@ struct Training {
   /// Plays num_steps steps in each environment, and estimates values and advantages (arXiv 1506.02438).
   Batch play() {
     const at::NoGradGuard no_grad;
-    const auto steps = by.num_steps;
+    const auto steps = hyper.num_steps;
     const auto device = agent->parameters()[0].device();
-    const auto observation = torch::empty({steps + 1, by.num_envs, CartPole::observations}, device);
-    const auto action = torch::empty({steps, by.num_envs}, torch::kLong), ended = torch::empty({steps, by.num_envs});
+    const auto observation = torch::empty({steps + 1, hyper.num_envs, CartPole::observations}, device);
+    const auto action = torch::empty({steps, hyper.num_envs}, torch::kLong),
+               ended = torch::empty({steps, hyper.num_envs});
     for (std::int64_t t = 0; t <= steps; ++t) {
       observation[t].copy_(environments);
       if (t < steps) act(observation[t], action[t], ended[t]);
     }
     const auto values = agent->critic->forward(observation).squeeze(2).cpu(), value = values.slice(0, 0, steps);
-    const auto goes_on = 1 - ended, error = 1 + by.gamma * values.slice(0, 1) * goes_on - value;
+    const auto goes_on = 1 - ended, error = 1 + hyper.gamma * values.slice(0, 1) * goes_on - value;
     const auto advantage = torch::empty_like(ended);
-    auto sum = torch::zeros({by.num_envs});
-    for (auto t = steps - 1; t >= 0; --t) advantage[t] = sum = error[t] + by.gamma * by.gae_lambda * goes_on[t] * sum;
+    auto sum = torch::zeros({hyper.num_envs});
+    for (auto t = steps - 1; t >= 0; --t)
+      advantage[t] = sum = error[t] + hyper.gamma * hyper.gae_lambda * goes_on[t] * sum;
 
     const auto flat = [&](const at::Tensor& tensor) { return tensor.flatten(0, 1).to(device); };
     Batch batch{flat(observation.slice(0, 0, steps)), flat(action), {}, flat(advantage), flat(value), {}};
     auto& [seen, done, log_prob, advantages, old_value, target] = batch;
     log_prob = agent->log_probs(seen, done).second;
     target = advantages + old_value;
-    if (by.norm_adv) advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8);
+    if (hyper.norm_adv) advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8);
     return batch;
   }
 
@@ -152,10 +154,11 @@ struct Training {
 
   /// Plays and learns. `step` is the objective, itself or recorded.
   void iterate(auto& step, std::int64_t total_timesteps) {
-    if (by.anneal_lr) rates.set(by.learning_rate * (1 - static_cast<double>(timesteps) / total_timesteps));
+    if (hyper.anneal_lr)
+      rates.set(hyper.learning_rate * (1 - static_cast<double>(timesteps) / static_cast<double>(total_timesteps)));
     const auto batch = play();
-    const auto rows = by.num_envs * by.num_steps, parts = by.num_minibatches * by.micro_batches;
-    for (std::int64_t epoch = 0; epoch < by.update_epochs; ++epoch) {
+    const auto rows = hyper.num_envs * hyper.num_steps, parts = hyper.num_minibatches * hyper.micro_batches;
+    for (std::int64_t epoch = 0; epoch < hyper.update_epochs; ++epoch) {
       const auto order = torch::randperm(rows, batch[0].device());
       auto shuffled = batch;
       for (auto& tensor : shuffled) tensor = tensor.index_select(0, order);
@@ -163,11 +166,11 @@ struct Training {
         auto minibatch = shuffled;
         for (auto& tensor : minibatch) tensor = tensor.narrow(0, part * rows / parts, rows / parts);
         optimizer.backward(step(minibatch));
-        optimizer.clip_grad_norm_(by.max_grad_norm);
+        optimizer.clip_grad_norm_(hyper.max_grad_norm);
         optimizer.step();
         optimizer.zero_grad();
       }
-      if (by.target_kl > 0 && kl(batch) > by.target_kl) break;
+      if (hyper.target_kl > 0 && kl(batch) > hyper.target_kl) break;
     }
     timesteps += rows;
   }
@@ -192,25 +195,30 @@ void train(Training& training, auto step, std::int64_t total_timesteps, const st
     const auto number = static_cast<double>(std::clamp<std::int64_t>(training.episodes, 1, 100));
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
     std::cout << training.timesteps << " steps: mean return " << training.last_returns.sum().item<double>() / number
-              << ", " << std::lround((training.updates() - updates_before) / seconds.count()) << " updates/s"
-              << std::endl;
+              << ", " << std::lround(static_cast<double>(training.updates() - updates_before) / seconds.count())
+              << " updates/s" << std::endl;
     if (!folder.empty()) ga::save(folder, training, {.keep_last = 2});
   }
   std::cout << step.report();
 }
 
 int main(int argc, char** argv) try {
+  if (argc > 1 && argv[1] == std::string("--help")) {
+    std::cout << "usage: ppo [STEPS [SEED [FOLDER]]] | ppo record\n";
+    return 0;
+  }
   torch::set_num_threads(1);  // threads wait for one another longer than such a network computes
   torch::manual_seed(argc > 2 ? std::stoull(argv[2]) : 1);
   Training training;
   if (torch::cuda::is_available()) training.agent->to(torch::kCUDA);
   if (argc > 1 && argv[1] == std::string("record")) {
     auto minibatch = training.play();
-    for (auto& tensor : minibatch) tensor = tensor.narrow(0, 0, tensor.size(0) / by.num_minibatches / by.micro_batches);
+    for (auto& tensor : minibatch)
+      tensor = tensor.narrow(0, 0, tensor.size(0) / hyper.num_minibatches / hyper.micro_batches);
     std::cout << ga::save_step(training.agent, objective, minibatch, "step");
     return 0;
   }
-  const auto total_timesteps = argc > 1 ? std::stoll(argv[1]) : by.total_timesteps;
+  const auto total_timesteps = argc > 1 ? std::stoll(argv[1]) : hyper.total_timesteps;
   const std::string folder = argc > 3 ? argv[3] : "";
   if (std::filesystem::exists("step"))
     train(training, ga::CompiledStep(training.agent, objective, "step"), total_timesteps, folder);
@@ -221,6 +229,6 @@ int main(int argc, char** argv) try {
   std::cerr << "ppo: " << error.what_without_backtrace() << '\n';
   return 1;
 } catch (const std::exception& error) {
-  std::cerr << "ppo: " << error.what() << '\n';
+  std::cerr << "ppo: " << error.what() << "; --help shows the arguments\n";
   return 1;
 }

@@ -55,7 +55,10 @@ std::string continued(Model& model, std::string text, int characters) {
 }
 
 int main(int argc, char** argv) try {
-  TORCH_CHECK(argc > 1, "give a file with text: trainer TEXT [EPOCHS [FOLDER]]");
+  if (argc < 2 || argv[1] == std::string("--help")) {
+    std::cout << "usage: trainer TEXT [EPOCHS [FOLDER]]\n";
+    return argc < 2 ? 1 : 0;
+  }
   const std::string folder = argc > 3 ? argv[3] : "";
   const std::int64_t epochs = argc > 2 ? std::stoll(argv[2]) : 3;
   torch::manual_seed(1);
@@ -81,6 +84,6 @@ int main(int argc, char** argv) try {
   std::cerr << "trainer: " << error.what_without_backtrace() << '\n';
   return 1;
 } catch (const std::exception& error) {
-  std::cerr << "trainer: " << error.what() << '\n';
+  std::cerr << "trainer: " << error.what() << "; --help shows the arguments\n";
   return 1;
 }

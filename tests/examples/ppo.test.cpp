@@ -50,11 +50,11 @@ TEST_CASE("ppo: updates have the values of Python's, with a live rate, step coun
               waves({n}, 700) * 2};
   const auto& updates = pytorch_values::ppo_updates;
   for (std::size_t i = 0; i < updates.size(); ++i) {
-    training.rates.set(by.learning_rate * (1 - static_cast<double>(i) / static_cast<double>(updates.size())));
+    training.rates.set(hyper.learning_rate * (1 - static_cast<double>(i) / static_cast<double>(updates.size())));
     const auto loss = objective(training.agent, batch);
     CHECK(loss.mean.item<double>() == Approx(updates[i][0]).epsilon(1e-9));
     training.optimizer.backward(loss);
-    training.optimizer.clip_grad_norm_(by.max_grad_norm);
+    training.optimizer.clip_grad_norm_(hyper.max_grad_norm);
     training.optimizer.step();
     training.optimizer.zero_grad();
     CHECK(training.optimizer.grad_norm().item<double>() == Approx(updates[i][1]).epsilon(1e-9));

@@ -59,7 +59,9 @@ kill_and_resume states_of_own_loop "$programs/own_loop" data 1 states_of_own_loo
 [[ $(cat trainer.txt) == *"Last validation, at update "* ]] || fail "trainer must validate, got $(cat trainer.txt)"
 compgen -G "states_of_trainer/step-*" > /dev/null || fail "trainer must save its state"
 
-for program in own_loop gan trainer; do
-  if "$programs/$program" 2> error.txt; then fail "$program must name its arguments"; fi
-  [[ $(cat error.txt) == "$program: give "* ]] || fail "$program must name its arguments, got $(cat error.txt)"
+for program in own_loop gan trainer finetune_exported ppo; do
+  "$programs/$program" --help > usage.txt || fail "$program --help must succeed"
+  [[ $(cat usage.txt) == "usage: $program "* ]] || fail "$program must name its arguments, got $(cat usage.txt)"
+  if "$programs/$program" no_such_file no_such_file 2> error.txt; then fail "$program must fail without its data"; fi
+  [[ $(cat error.txt) == "$program: "* ]] || fail "$program must say what went wrong, got $(cat error.txt)"
 done

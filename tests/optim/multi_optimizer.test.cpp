@@ -201,6 +201,7 @@ namespace {
 /// An optimizer of a program, whose step does more than its base's, and may throw.
 struct Projecting : ga::optim::SGD {
   using SGD::SGD;
+  using SGD::step;
   bool breaks = false;
   int steps = 0;
   void step(ga::Gradients gradients) override {
