@@ -434,9 +434,10 @@ new_program() {
   cp "$OLDPWD/examples/templates/$template.cpp" "$folder"
   sed -e "s|(GRADACCUM_REPOSITORY \"\"|(GRADACCUM_REPOSITORY \"$address\"|" -e "s|(GRADACCUM_TAG \"main\"|(GRADACCUM_TAG \"$tag\"|" \
     "$OLDPWD/examples/templates/CMakeLists.txt" > "$folder/CMakeLists.txt"
-  step "$folder has $template.cpp and CMakeLists.txt. Its first lines say how it is called; it builds by
+  step "$folder has $template.cpp and CMakeLists.txt. The first build takes minutes, since it compiles gradaccum:
     cmake -S $folder -B $folder/build
-    cmake --build $folder/build --parallel"
+    cmake --build $folder/build --parallel
+    $folder/build/$template --help"
 }
 
 need_to_test() {

@@ -1,16 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Proximal policy optimisation (arXiv 1707.06347) of CartPole, with the rules and names of CleanRL's ppo.py.
+// Proximal policy optimisation (arXiv 1707.06347) of CartPole, with the names of CleanRL's ppo.py. Other than there,
+// advantages are normalised over the whole batch, and learning_rate, num_envs and num_steps fit this task.
 //
 //     ./ppo [STEPS [SEED [FOLDER]]]     trains; with a folder, saves there, and resumes from its newest state
-//     ./ppo record                      records the training step for gradaccum's tools/compile_step.py, as `step`
+//     ./ppo record FOLDER               records the training step. Once gradaccum's tools/compile_step.py has compiled
+//                                       FOLDER/step, updates take less than half the time. Record again after a change
+//                                       of the objective or of hyperparameters
 //
-// For a task of your own, change CartPole and Agent, then the hyperparameters. With `step` compiled, updates take less
-// than half the time.
-#include <torch/torch.h>
+// For a task of your own with discrete actions, change Environment and Agent, then the hyperparameters.
 #include <gradaccum/gradaccum.hpp>
+#include <torch/torch.h>
 
 #include <algorithm>
 #include <array>
+#include <cctype>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -26,16 +29,24 @@ const struct {
   double learning_rate = 2.5e-3, gamma = 0.99, gae_lambda = 0.95, clip_coef = 0.2, ent_coef = 0.01, vf_coef = 0.5;
   double max_grad_norm = 0.5, target_kl = 0;  // 0: without a limit
   bool anneal_lr = true, norm_adv = true, clip_vloss = true;
-  std::int64_t micro_batches = 1;  // parts of a minibatch that are computed one by one, where memory is short
+  std::int64_t micro_batches = 1;      // parts of a minibatch that are computed one by one, where memory is short
+  std::int64_t report_every = 10'000;  // steps between two lines and states
 } hyper;
 
-/// A pole on a cart, as Gymnasium's CartPole-v1. A step pushes the cart left (0) or right (1); its reward is 1.
-struct CartPole {
-  static constexpr std::int64_t observations = 4, actions = 2, most_steps = 500;
+/// A pole on a cart, as Gymnasium's CartPole-v1: 0 pushes the cart to the left, 1 to the right.
+struct Environment {
+  static constexpr std::int64_t states = 4, observations = 4, actions = 2, most_steps = 500;
+  struct Outcome {
+    double reward;
+    bool ended;
+  };
 
-  static at::Tensor reset(const at::Tensor& states) { return states.uniform_(-0.05, 0.05); }
-  /// Returns true if the pole has fallen or the cart is too far off.
-  static bool step(double* state, std::int64_t action) {
+  static void reset(double* state) {
+    const auto random = torch::rand({states}, torch::kDouble).mul_(0.1).sub_(0.05);
+    std::copy_n(random.const_data_ptr<double>(), states, state);
+  }
+  static void observe(const double* state, float* observation) { std::copy_n(state, states, observation); }
+  static Outcome step(double* state, std::int64_t action) {
     constexpr double gravity = 9.8, pole_mass = 0.1, mass = 1.1, half_length = 0.5, seconds = 0.02;
     auto &x = state[0], &speed = state[1], &angle = state[2], &turning = state[3];
     const double force = action == 1 ? 10 : -10, sine = std::sin(angle), cosine = std::cos(angle);
@@ -46,12 +57,12 @@ struct CartPole {
     speed += seconds * (push - pole_mass * half_length * turning_rate * cosine / mass);
     angle += seconds * turning;
     turning += seconds * turning_rate;
-    return std::abs(x) > 2.4 || std::abs(angle) > 12 * M_PI / 180;
+    return {.reward = 1, .ended = std::abs(x) > 2.4 || std::abs(angle) > 12 * M_PI / 180};
   }
 };
 
 struct AgentImpl : torch::nn::Module {
-  torch::nn::Sequential actor = register_module("actor", network(CartPole::actions, 0.01));
+  torch::nn::Sequential actor = register_module("actor", network(Environment::actions, 0.01));
   torch::nn::Sequential critic = register_module("critic", network(1, 1));
 
   static torch::nn::Sequential network(std::int64_t outputs, double gain) {
@@ -61,7 +72,7 @@ struct AgentImpl : torch::nn::Module {
       torch::nn::init::zeros_(layer->bias);
       return layer;
     };
-    return torch::nn::Sequential(linear(CartPole::observations, 64, M_SQRT2), torch::nn::Tanh(),
+    return torch::nn::Sequential(linear(Environment::observations, 64, M_SQRT2), torch::nn::Tanh(),
                                  linear(64, 64, M_SQRT2), torch::nn::Tanh(), linear(64, outputs, gain));
   }
   /// Returns the logarithmic probabilities of all actions, and of the drawn ones.
@@ -93,46 +104,59 @@ struct Training {
   ga::optim::Adam adam{agent->parameters(), ga::optim::AdamOptions(hyper.learning_rate).eps(1e-5)};
   ga::GradAccumulator<ga::optim::Adam> optimizer{adam, {.steps = hyper.micro_batches}};
   ga::LearningRates rates{optimizer};
-  at::Tensor environments = CartPole::reset(torch::empty({hyper.num_envs, CartPole::observations}, torch::kDouble));
-  at::Tensor lengths = torch::zeros({hyper.num_envs}, torch::kLong);  // of the episodes so far
-  at::Tensor last_returns = torch::zeros({100});                      // of the last episodes
+  at::Tensor environments = torch::empty({hyper.num_envs, Environment::states}, torch::kDouble);
+  at::Tensor lengths = torch::zeros({hyper.num_envs}, torch::kLong);    // of the episodes so far
+  at::Tensor returns = torch::zeros({hyper.num_envs}, torch::kDouble);  // of the episodes so far
+  at::Tensor last_returns = torch::zeros({100});                        // of the last episodes
   std::int64_t timesteps = 0, episodes = 0;
 
+  Training() {
+    for (std::int64_t i = 0; i < hyper.num_envs; ++i) Environment::reset(environments[i].mutable_data_ptr<double>());
+  }
+
   /// Draws an action for each environment, and takes it. `ended` becomes 1 where an episode has ended, else 0.
-  void act(const at::Tensor& observation, const at::Tensor& action, const at::Tensor& ended) {
+  void act(const at::Tensor& observation, const at::Tensor& action, const at::Tensor& reward, const at::Tensor& ended) {
     const auto probs = agent->actor->forward(observation).softmax(1).cpu(), random = torch::rand({hyper.num_envs});
     for (std::int64_t i = 0; i < hyper.num_envs; ++i) {
-      const auto* p = probs.const_data_ptr<float>() + i * CartPole::actions;
+      const auto* p = probs.const_data_ptr<float>() + i * Environment::actions;
       auto rest = random.const_data_ptr<float>()[i];
       std::int64_t drawn = 0;
-      while (drawn < CartPole::actions - 1 && rest >= p[drawn]) rest -= p[drawn++];
+      while (drawn < Environment::actions - 1 && rest >= p[drawn]) rest -= p[drawn++];
       action.mutable_data_ptr<std::int64_t>()[i] = drawn;
+      auto* const state = environments.mutable_data_ptr<double>() + i * Environment::states;
+      const auto outcome = Environment::step(state, drawn);
       auto& length = ++lengths.mutable_data_ptr<std::int64_t>()[i];
-      const bool fell = CartPole::step(environments[i].mutable_data_ptr<double>(), drawn);
-      const bool ends = fell || length == CartPole::most_steps;
+      auto& sum = returns.mutable_data_ptr<double>()[i] += outcome.reward;
+      const bool ends = outcome.ended || length == Environment::most_steps;
+      reward.mutable_data_ptr<float>()[i] = static_cast<float>(outcome.reward);
       ended.mutable_data_ptr<float>()[i] = ends;
       if (!ends) continue;
-      last_returns[episodes++ % last_returns.size(0)] = std::exchange(length, 0);
-      CartPole::reset(environments[i]);
+      last_returns[episodes++ % last_returns.size(0)] = std::exchange(sum, 0);
+      length = 0;
+      Environment::reset(state);
     }
   }
 
   /// Plays num_steps steps in each environment, and estimates values and advantages (arXiv 1506.02438).
   Batch play() {
     const at::NoGradGuard no_grad;
-    const auto steps = hyper.num_steps;
+    const auto steps = hyper.num_steps, envs = hyper.num_envs;
     const auto device = agent->parameters()[0].device();
-    const auto observation = torch::empty({steps + 1, hyper.num_envs, CartPole::observations}, device);
-    const auto action = torch::empty({steps, hyper.num_envs}, torch::kLong),
-               ended = torch::empty({steps, hyper.num_envs});
+    const auto observation = torch::empty({steps + 1, envs, Environment::observations});
+    const auto action = torch::empty({steps, envs}, torch::kLong);
+    const auto reward = torch::empty({steps, envs}), ended = torch::empty({steps, envs});
     for (std::int64_t t = 0; t <= steps; ++t) {
-      observation[t].copy_(environments);
-      if (t < steps) act(observation[t], action[t], ended[t]);
+      const auto now = observation[t];
+      for (std::int64_t i = 0; i < envs; ++i)
+        Environment::observe(environments.const_data_ptr<double>() + i * Environment::states,
+                             now.mutable_data_ptr<float>() + i * Environment::observations);
+      if (t < steps) act(now.to(device), action[t], reward[t], ended[t]);
     }
-    const auto values = agent->critic->forward(observation).squeeze(2).cpu(), value = values.slice(0, 0, steps);
-    const auto goes_on = 1 - ended, error = 1 + hyper.gamma * values.slice(0, 1) * goes_on - value;
-    const auto advantage = torch::empty_like(ended);
-    auto sum = torch::zeros({hyper.num_envs});
+    const auto values = agent->critic->forward(observation.to(device)).squeeze(2).cpu();
+    const auto value = values.slice(0, 0, steps), goes_on = 1 - ended;
+    const auto error = reward + hyper.gamma * values.slice(0, 1) * goes_on - value,
+               advantage = torch::empty_like(error);
+    auto sum = torch::zeros({envs});
     for (auto t = steps - 1; t >= 0; --t)
       advantage[t] = sum = error[t] + hyper.gamma * hyper.gae_lambda * goes_on[t] * sum;
 
@@ -179,51 +203,71 @@ struct Training {
   void state(ga::Archive& archive) {
     archive("agent", ga::ModelState(agent));
     archive("optimizer", ga::OptimizerState(optimizer, agent));
-    archive("environments", environments), archive("lengths", lengths), archive("last_returns", last_returns);
+    archive("environments", environments), archive("lengths", lengths), archive("returns", returns);
+    archive("last_returns", last_returns);
     archive("timesteps", timesteps), archive("episodes", episodes);
     archive("random", ga::RandomState());
+    TORCH_CHECK(environments.size(0) == hyper.num_envs, "the state has ", environments.size(0),
+                " environments, but num_envs is ", hyper.num_envs);
+  }
+  /// Returns the mean of the last 100 episodes.
+  double mean_return() const {
+    return last_returns.sum().item<double>() / static_cast<double>(std::clamp<std::int64_t>(episodes, 1, 100));
   }
 };
 
 void train(Training& training, auto step, std::int64_t total_timesteps, const std::string& folder) {
-  ga::load(folder, training, {.if_any = true});
+  if (!folder.empty() && !ga::load(folder + "/states", training, {.if_any = true}).empty())
+    std::cout << "resumed at " << training.timesteps << " steps\n";
   const auto begin = std::chrono::steady_clock::now();
   const auto updates_before = training.updates();
-  for (int i = 1; training.timesteps < total_timesteps; ++i) {
+  while (training.timesteps < total_timesteps) {
+    const auto reports = training.timesteps / hyper.report_every;
     training.iterate(step, total_timesteps);
-    if (i % 40 != 0 && training.timesteps < total_timesteps) continue;
-    const auto number = static_cast<double>(std::clamp<std::int64_t>(training.episodes, 1, 100));
+    if (training.timesteps / hyper.report_every == reports && training.timesteps < total_timesteps) continue;
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
-    std::cout << training.timesteps << " steps: mean return " << training.last_returns.sum().item<double>() / number
-              << ", " << std::lround(static_cast<double>(training.updates() - updates_before) / seconds.count())
-              << " updates/s" << std::endl;
-    if (!folder.empty()) ga::save(folder, training, {.keep_last = 2});
+    std::cout << training.timesteps << " steps, " << training.episodes << " episodes: mean return "
+              << training.mean_return() << ", "
+              << std::lround(static_cast<double>(training.updates() - updates_before) / seconds.count()) << " updates/s"
+              << std::endl;
+    if (!folder.empty()) ga::save(folder + "/states", training, {.keep_last = 2});
   }
-  std::cout << step.report();
+}
+
+std::int64_t whole_number(const std::string& text, const char* what) {
+  std::size_t end = 0;
+  const auto number = std::isdigit(text[0]) ? std::stoll(text, &end) : 0;
+  TORCH_CHECK(end > 0 && end == text.size(), what, " must be a whole number, got '", text,
+              "'; --help shows the arguments");
+  return number;
 }
 
 int main(int argc, char** argv) try {
-  if (argc > 1 && argv[1] == std::string("--help")) {
-    std::cout << "usage: ppo [STEPS [SEED [FOLDER]]] | ppo record\n";
-    return 0;
+  const std::string first = argc > 1 ? argv[1] : std::to_string(hyper.total_timesteps);
+  const std::string folder = argc > 3 ? argv[3] : argc > 2 && first == "record" ? argv[2] : "";
+  if (first == "--help" || (first == "record" && folder.empty())) {
+    std::cout << "usage: ppo [STEPS [SEED [FOLDER]]] | ppo record FOLDER\n";
+    return first == "--help" ? 0 : 1;
   }
   torch::set_num_threads(1);  // threads wait for one another longer than such a network computes
-  torch::manual_seed(argc > 2 ? std::stoull(argv[2]) : 1);
+  torch::manual_seed(argc > 2 && first != "record" ? static_cast<std::uint64_t>(whole_number(argv[2], "SEED")) : 1);
   Training training;
   if (torch::cuda::is_available()) training.agent->to(torch::kCUDA);
-  if (argc > 1 && argv[1] == std::string("record")) {
+  const auto recorded = folder + "/step";
+  if (first == "record") {
     auto minibatch = training.play();
-    for (auto& tensor : minibatch)
-      tensor = tensor.narrow(0, 0, tensor.size(0) / hyper.num_minibatches / hyper.micro_batches);
-    std::cout << ga::save_step(training.agent, objective, minibatch, "step");
+    const auto rows = minibatch[0].size(0) / hyper.num_minibatches / hyper.micro_batches;
+    for (auto& tensor : minibatch) tensor = tensor.narrow(0, 0, rows);
+    std::cout << ga::save_step(training.agent, objective, minibatch, recorded);
     return 0;
   }
-  const auto total_timesteps = argc > 1 ? std::stoll(argv[1]) : hyper.total_timesteps;
-  const std::string folder = argc > 3 ? argv[3] : "";
-  if (std::filesystem::exists("step"))
-    train(training, ga::CompiledStep(training.agent, objective, "step"), total_timesteps, folder);
-  else  // without a GPU the objective runs itself
+  const auto total_timesteps = whole_number(first, "STEPS");
+  if (!folder.empty() && std::filesystem::exists(recorded)) {
+    std::cout << "using the compiled step in " << recorded << '\n';
+    train(training, ga::CompiledStep(training.agent, objective, recorded), total_timesteps, folder);
+  } else {  // without a GPU the objective runs itself
     train(training, ga::GraphedStep(training.agent, objective), total_timesteps, folder);
+  }
   return 0;
 } catch (const c10::Error& error) {
   std::cerr << "ppo: " << error.what_without_backtrace() << '\n';

@@ -16,21 +16,13 @@
 
 // The template ppo.cpp: its environment and its update against Python's, that it learns, and that it resumes.
 
-namespace {
-
-double mean_return(const Training& training) {
-  return training.last_returns.sum().item<double>() /
-         static_cast<double>(std::clamp<std::int64_t>(training.episodes, 1, 100));
-}
-
-}  // namespace
-
 TEST_CASE("ppo: CartPole has the states of Gymnasium's") {
   for (auto& episode : cart_pole_episodes) {
     auto state = episode.start;
     for (std::size_t i = 0; i < episode.states.size(); ++i) {
-      const bool ended = CartPole::step(state.data(), i % 3 == 2 ? 1 : static_cast<std::int64_t>(i % 2));
-      CHECK(ended == (i + 1 == episode.states.size()));
+      const auto outcome = Environment::step(state.data(), i % 3 == 2 ? 1 : static_cast<std::int64_t>(i % 2));
+      CHECK(outcome.reward == 1);
+      CHECK(outcome.ended == (i + 1 == episode.states.size()));
       for (std::size_t k = 0; k < state.size(); ++k) CHECK(state[k] == Approx(episode.states[i][k]).epsilon(1e-12));
     }
   }
@@ -101,12 +93,12 @@ TEST_CASE("ppo: learns, and resumes with the same bits") {
     whole.iterate(step, 150'000);
     if (whole.timesteps == 40'960) ga::save(folder / "states", whole);
   }
-  CHECK(mean_return(whole) > 100);  // 20 without learning, and 500 at best
+  CHECK(whole.mean_return() > 100);  // 20 without learning, and 500 at best
   torch::manual_seed(2);
   Training resumed;
   ga::load(folder / "states", resumed);
   auto other_step = objective_of(resumed);
   while (resumed.timesteps < 50'000) resumed.iterate(other_step, 150'000);
   CHECK(at::equal(testing::flat(resumed.agent), testing::flat(whole.agent)));
-  CHECK(mean_return(resumed) == mean_return(whole));
+  CHECK(resumed.mean_return() == whole.mean_return());
 }
