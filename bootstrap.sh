@@ -640,13 +640,17 @@ bench() {
   step "Running benchmark_bloom_560m (a quarter of an hour, and 15 GB of memory)"
   "$programs/benchmark_bloom_560m" --keep-memory --updates 1 "${arguments[@]}"
   if (( ${#python[@]} > 0 )); then
-    step "Recording and compiling the steps of benchmark_compiled_step and fashion_epoch"
+    step "Recording and compiling the steps of benchmark_compiled_step, fashion_epoch and benchmark_ppo"
     "$programs/benchmark_compiled_step" --record build/steps/benchmark
     for name in ours ours-bf16; do "$programs/fashion_epoch" "$name" --record "build/steps/fashion_epoch/$name"; done
-    "$python_with_torch" tools/compile_step.py build/steps/{benchmark,fashion_epoch}/*
+    "$programs/benchmark_ppo" --record build/steps/ppo
+    "$python_with_torch" tools/compile_step.py build/steps/{benchmark,fashion_epoch}/* build/steps/ppo
     python+=(--steps build/steps/fashion_epoch)
     step "Running benchmark_compiled_step"
     "$programs/benchmark_compiled_step" --steps build/steps/benchmark "${arguments[@]}"
+    step "Running benchmark_ppo and python/ppo.py"
+    "$programs/benchmark_ppo" --steps build/steps/ppo "${arguments[@]}"
+    "$python_with_torch" benchmarks/python/ppo.py "${arguments[@]}"
     step "Running python/compiled_step.py"
     LD_PRELOAD=$programs/libmkl_on_amd.so "$python_with_torch" benchmarks/python/compiled_step.py "${arguments[@]}"
     step "Running python/exported_models.py (five models are exported first, a minute each)"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The reinforcement learner examples/templates/ppo.cpp: its updates, its iterations (256 steps of environments, then 16
-// updates) and its acting, against LibTorch's loop. One thread. benchmarks/python/ppo.py is the same in Python.
+// updates) and its acting, against LibTorch's loop. One thread. benchmarks/python/ppo.py has the updates in Python.
 
 #define main ppo_main  // the program itself
 #include "../examples/templates/ppo.cpp"
@@ -15,6 +15,8 @@
 
 namespace {
 
+at::Device device = at::kCPU;
+
 Batch minibatch_of(const Batch& batch, std::int64_t part) {
   auto minibatch = batch;
   const auto rows = batch[0].size(0) / hyper.num_minibatches;
@@ -24,7 +26,9 @@ Batch minibatch_of(const Batch& batch, std::int64_t part) {
 
 std::unique_ptr<Training> made() {
   torch::manual_seed(1);
-  return std::make_unique<Training>();
+  auto training = std::make_unique<Training>();
+  training->agent->to(device);
+  return training;
 }
 
 /// The program in LibTorch alone: its Adam, its clipping, and no accumulator.
@@ -41,7 +45,7 @@ struct Plain {
   void iterate() {
     const auto batch = training->play();
     for (std::int64_t epoch = 0; epoch < hyper.update_epochs; ++epoch) {
-      const auto order = torch::randperm(batch[0].size(0));
+      const auto order = torch::randperm(batch[0].size(0), device);
       auto shuffled = batch;
       for (auto& tensor : shuffled) tensor = tensor.index_select(0, order);
       for (std::int64_t part = 0; part < hyper.num_minibatches; ++part) update(minibatch_of(shuffled, part));
@@ -64,17 +68,23 @@ struct Ours {
   }
   void iterate() { training->iterate(step, 1'000'000'000); }
 };
-using Eager = Ours<ga::GraphedStep<Agent, decltype(&objective)>>;  // without a GPU
+using Eager = Ours<ga::GraphedStep<Agent, decltype(&objective)>>;
 using Compiled = Ours<ga::CompiledStep<Agent, decltype(&objective)>>;
 
 }  // namespace
 
 int main(int argc, char** argv) {
   std::string record, steps;
-  const auto options = harness::parse(argc, argv, "A reinforcement learner's updates and steps", [&](CLI::App& app) {
+  bool on_device = false;
+  auto options = harness::parse(argc, argv, "A reinforcement learner's updates and steps", [&](CLI::App& app) {
     app.add_option("--record", record, "record the training step in this folder, for tools/compile_step.py");
     app.add_option("--steps", steps, "the folder with the compiled step");
+    app.add_flag("--on-device", on_device, "learn on a GPU, whose graphs replay the step, and act there");
   });
+  if (on_device) {
+    device = at::kCUDA;
+    options.finish = [] { torch::cuda::synchronize(); };
+  }
   torch::set_num_threads(1);  // threads wait for one another longer than such a network computes
   if (!record.empty()) {
     const auto training = made();
@@ -102,7 +112,7 @@ int main(int argc, char** argv) {
 
   const at::NoGradGuard no_grad;
   auto& acting = *eager.training;
-  const auto observation = torch::rand({hyper.num_envs, Environment::observations});
+  const auto observation = torch::rand({hyper.num_envs, Environment::observations}, device);
   const auto action = torch::empty({hyper.num_envs}, torch::kLong);
   const auto reward = torch::empty({hyper.num_envs}), ended = torch::empty({hyper.num_envs});
   harness::contest("Acting in 8 environments",

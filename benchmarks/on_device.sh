@@ -26,5 +26,6 @@ run() {
 
 run 75 device_step
 run 25 device_update
-run 140 device_bloom --seconds 90
+run 120 device_bloom --seconds 90
+run 20 ppo --on-device
 exit "$failed"
