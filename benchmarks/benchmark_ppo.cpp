@@ -7,6 +7,7 @@
 #include "../examples/templates/ppo.cpp"
 #undef main
 
+#include "card.hpp"
 #include "harness.hpp"
 
 #include <memory>
@@ -82,7 +83,8 @@ int main(int argc, char** argv) {
     app.add_flag("--on-device", on_device, "learn on a GPU, whose graphs replay the step, and act there");
   });
   if (on_device) {
-    device = at::kCUDA;
+    if (!harness::is_there("a reinforcement learner on a device")) return 0;
+    device = harness::device;
     options.finish = [] { torch::cuda::synchronize(); };
   }
   torch::set_num_threads(1);  // threads wait for one another longer than such a network computes
@@ -120,4 +122,5 @@ int main(int argc, char** argv) {
                     {"the actor's forward of 8 rows", [&] { acting.agent->actor->forward(observation); }},
                     {"the actor's forward of a row", [&] { acting.agent->actor->forward(observation[0]); }}},
                    static_cast<double>(hyper.num_envs), "environment steps", options);
+  if (on_device) harness::print_card();
 }
