@@ -628,7 +628,7 @@ bench() {
     "$programs/benchmark_$name" "${arguments[@]}"
   done
   if [[ $(nvidia-smi -L 2> /dev/null) == *GPU* ]]; then
-    step "Running the benchmarks on the device (at most four minutes; what they print stays in build/on_device)"
+    step "Running the benchmarks on the device (less than five minutes; what they print stays in build/on_device)"
     benchmarks/on_device.sh "$programs" build/on_device "${arguments[@]}"
   fi
   if grep -qs AuthenticAMD /proc/cpuinfo; then  # see docs/machine.md
