@@ -62,11 +62,11 @@ StateParts parts_of_torch(AdamState& of) {
 std::function<void()> prepare_state_of(torch::optim::Optimizer& optimizer, const NamedParameters& parameters,
                                        NamedTensors tensors, bool lenient);
 
-/// A step that was checked and has its memory: a function to call once, which need not be copyable.
+/// A step that was checked and has its memory: a function to call once, which need not be copyable. Copies share it.
 class PreparedStep {
  public:
   template <class Run>
-  explicit PreparedStep(Run run) : run_(std::make_unique<Of<Run>>(std::move(run))) {}
+  explicit PreparedStep(Run run) : run_(std::make_shared<Of<Run>>(std::move(run))) {}
   void operator()() { run_->run(); }
 
  private:
@@ -81,7 +81,7 @@ class PreparedStep {
     Run function;
   };
 
-  std::unique_ptr<Any> run_;
+  std::shared_ptr<Any> run_;
 };
 
 }  // namespace gradaccum::detail

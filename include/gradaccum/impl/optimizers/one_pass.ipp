@@ -58,8 +58,7 @@ GRADACCUM_INLINE void check_has_named_state(torch::optim::Optimizer& optimizer, 
   TORCH_CHECK(dynamic_cast<optim::OnePass*>(&optimizer) || new_state_of(optimizer),
               "OptimizerState: ", type_name(optimizer),
               " must be an optimizer of LibTorch or gradaccum, except LBFGS, or have a member void "
-              "state(ga::Archive&), which is "
-              "not seen in a MultiOptimizer or behind a torch::optim::Optimizer&");
+              "state(ga::Archive&), which is not seen in a MultiOptimizer or behind a torch::optim::Optimizer&");
   for_each_parameter(optimizer, [name_of = NameOf(parameters)](const at::Tensor& parameter) { name_of(parameter); });
 }
 
@@ -79,8 +78,7 @@ GRADACCUM_INLINE at::Tensor OnePass::step_after(const torch::optim::Optimizer::L
 GRADACCUM_INLINE void OnePass::step(Gradients gradients) { prepared_with(std::move(gradients))(); }
 
 GRADACCUM_INLINE std::function<void()> OnePass::prepare(Gradients gradients) {
-  const auto step = std::make_shared<detail::PreparedStep>(prepared_with(std::move(gradients)));
-  return [step] { (*step)(); };
+  return prepared_with(std::move(gradients));
 }
 
 GRADACCUM_INLINE detail::PreparedStep OnePass::prepared_with(Gradients gradients) {

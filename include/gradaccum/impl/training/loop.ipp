@@ -437,7 +437,7 @@ GRADACCUM_INLINE void Loop::archive_given(Archive& archive) {
     auto options = options_of(optimizers);
     for (auto& [name, option] : options)
       if (const auto given_anew = changed.find(name); given_anew != changed.end()) option = given_anew->second;
-    set_options(optimizers, std::move(options));
+    set_options(optimizers, options);
   });
 }
 
