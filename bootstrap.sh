@@ -10,11 +10,10 @@ usage() {
   cat <<'END'
 usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 64, 16 accumulated x 4, 64 in bfloat16;
                                               with --compare-micro-batches 4 x 16 against 1 x 64; with --checkpoint
-                                              48MiB --depth 16 --batch-size 2048 --epochs 1 a quarter less memory for
+                                              48MiB --depth 16 --batch-size 2048 --epochs 1 also with less memory for
                                               some more time; with --save runs/fashion --resume it can be stopped,
-                                              and goes on where it was; with --compile the training step is
-                                              compiled, too; build/demo.html has the curves of all runs; --help
-                                              lists the rest
+                                              and continues where it was; with --compile also with a compiled step;
+                                              build/demo.html has the curves of all runs; --help lists the rest
        ./bootstrap.sh demo bloom [ARGUMENT...]
                                               fine-tune a BLOOM on reviews, both made on the spot; with --model and
                                               --train a model of Hugging Face's on your own texts; --compile as above;

@@ -19,7 +19,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "../examples/bloom_classifier/optimizer.hpp"  // not fashion_mnist's
+#include "../examples/bloom_classifier/optimizer.hpp"
 #include "article_loop.hpp"
 #include "harness.hpp"
 #include "kernel_caches.hpp"

@@ -22,7 +22,7 @@
 #include <utility>
 #include <vector>
 
-#include "../examples/bloom_classifier/objective.hpp"  // not fashion_mnist's
+#include "../examples/bloom_classifier/objective.hpp"
 #include "article_loop.hpp"
 #include "card.hpp"
 #include "harness.hpp"

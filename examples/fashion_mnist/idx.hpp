@@ -1,20 +1,88 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <zlib.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cstdint>
-#include <cstdio>
+#include <cstring>
 #include <filesystem>
+#include <iomanip>
+#include <memory>
+#include <sstream>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "gzip_reader.hpp"
-
+/// Reads files in IDX format, the MNIST family's, which may be damaged or hostile.
 namespace fashion_mnist {
 
-/// The two IDX files of the MNIST family. A value is its file's magic number: 0, 0, the element type (8: bytes),
-/// the number of dimensions. Big-endian 32-bit sizes, one a dimension, follow it, then the elements.
+/// Throws an error with the file, the requirement and the value.
+template <class... Parts>
+[[noreturn]] void fail(const std::filesystem::path& path, const Parts&... parts) {
+  std::ostringstream message;
+  message << path.string() << ": ";
+  (message << ... << parts);
+  throw std::runtime_error(message.str());
+}
+
+/// Reads a file, gzip-compressed or not. Inflates only the requested bytes, so that a few kilobytes that would expand
+/// to gigabytes are harmless.
+class GzipReader {
+ public:
+  explicit GzipReader(std::filesystem::path path) : path_(std::move(path)) {
+    // Opening a directory would succeed and opening a pipe would wait for its writer.
+    std::error_code error;
+    const auto status = std::filesystem::status(path_, error);
+    if (status.type() == std::filesystem::file_type::not_found) fail(path_, "must exist, but there is no such file");
+    if (error) fail(path_, "must be readable, got '", error.message(), "'");
+    if (status.type() != std::filesystem::file_type::regular) fail(path_, "must be a regular file, but is not");
+    errno = 0;
+    file_.reset(gzopen(path_.c_str(), "rb"));
+    if (!file_) fail(path_, "must be readable, got '", std::strerror(errno), "'");
+  }
+
+  /// Returns the next `limit` bytes; fewer only at the end of the file. The buffer at most doubles with each successful
+  /// read, so a header that promises more than the file has cannot cause a large allocation.
+  std::vector<std::uint8_t> read(std::size_t limit) {
+    std::vector<std::uint8_t> bytes;
+    for (std::size_t got = 1; got > 0 && bytes.size() < limit;) {
+      const auto before = bytes.size();
+      bytes.resize(std::min(limit, std::max(2 * before, std::size_t{64} << 10)));
+      got = read_some(bytes.data() + before, bytes.size() - before);
+      bytes.resize(before + got);
+    }
+    return bytes;
+  }
+
+  /// Throws unless the file ends here. Call it, because zlib compares checksums only at the end.
+  void expect_end() {
+    std::uint8_t byte;
+    if (read_some(&byte, 1) != 0) fail(path_, "must end after the data that its header promises, but goes on");
+  }
+
+ private:
+  struct Close {
+    void operator()(gzFile file) const { gzclose_r(file); }
+  };
+
+  std::size_t read_some(std::uint8_t* target, std::size_t size) {
+    const int got = gzread(file_.get(), target, static_cast<unsigned>(size));
+    int error = Z_OK;
+    const char* message = gzerror(file_.get(), &error);
+    // gzread reports no error for a truncated file, only the bytes before the cut.
+    if (got < 0 || error != Z_OK) fail(path_, "must be intact, but reading it gave '", message, "'");
+    return static_cast<std::size_t>(got);
+  }
+
+  std::filesystem::path path_;
+  std::unique_ptr<gzFile_s, Close> file_;
+};
+
+/// The two kinds of files. A value is its file's magic number: 0, 0, the element type (8: bytes), the number of
+/// dimensions. Big-endian 32-bit sizes, one per dimension, follow it, then the elements.
 enum class IdxKind : std::uint32_t { labels = 0x00000801, images = 0x00000803 };
 
 inline constexpr std::int64_t image_side = 28;
@@ -26,65 +94,38 @@ struct IdxFile {
   std::vector<std::uint8_t> bytes;  // count x 28 x 28 pixels, or count labels below 10
 };
 
-namespace detail {
-
-inline std::uint32_t big_endian(const std::vector<std::uint8_t>& bytes, std::size_t offset) {
-  return std::uint32_t{bytes[offset]} << 24 | std::uint32_t{bytes[offset + 1]} << 16 |
-         std::uint32_t{bytes[offset + 2]} << 8 | std::uint32_t{bytes[offset + 3]};
-}
-
-inline std::string describe_magic(std::uint32_t magic) {
-  char text[16];
-  std::snprintf(text, sizeof text, "0x%08x", static_cast<unsigned>(magic));
-  if (magic == static_cast<std::uint32_t>(IdxKind::labels)) return std::string(text) + " (a label file)";
-  if (magic == static_cast<std::uint32_t>(IdxKind::images)) return std::string(text) + " (an image file)";
-  return text;
-}
-
-/// Checks the header and returns its count.
-inline std::int64_t parse_idx_header(const std::filesystem::path& path, IdxKind kind,
-                                     const std::vector<std::uint8_t>& header, std::size_t header_size) {
-  const auto expected = static_cast<std::uint32_t>(kind);
-  if (header.size() >= 4 && big_endian(header, 0) != expected)
-    fail(path, "magic number must be ", describe_magic(expected), ", got ", describe_magic(big_endian(header, 0)));
-  if (header.size() < header_size)
-    fail(path, "must start with a header of ", header_size, " bytes, got ", header.size());
-
-  const std::int64_t count = big_endian(header, 4);
-  if (count < 1 || count > max_idx_items) fail(path, "count must be in [1, ", max_idx_items, "], got ", count);
-  if (kind == IdxKind::images) {
-    const std::int64_t rows = big_endian(header, 8), columns = big_endian(header, 12);
-    if (rows != image_side || columns != image_side)
-      fail(path, "images must be ", image_side, " x ", image_side, ", got ", rows, " x ", columns);
-  }
-  return count;
-}
-
-inline void check_labels(const std::filesystem::path& path, const std::vector<std::uint8_t>& labels) {
-  const auto bad = std::find_if(labels.begin(), labels.end(), [](std::uint8_t label) { return label >= class_count; });
-  if (bad != labels.end())
-    fail(path, "labels must be below ", class_count, ", got ", int{*bad}, " at index ", bad - labels.begin());
-}
-
-}  // namespace detail
-
 /// Reads an image or a label file, gzip-compressed or not.
 ///
 /// @throws std::runtime_error naming the file, the requirement and the value, unless the file is exactly what its
 /// header says: neither shorter nor longer, and undamaged.
 inline IdxFile read_idx(const std::filesystem::path& path, IdxKind kind) {
   GzipReader reader(path);
-  const std::size_t header_size = kind == IdxKind::images ? 16 : 8;
-  const std::int64_t item_size = kind == IdxKind::images ? image_side * image_side : 1;
+  const bool images = kind == IdxKind::images;
+  const std::size_t header_size = images ? 16 : 8;
+  const auto header = reader.read(header_size);
+  const auto number = [&](std::size_t at) {
+    return std::uint32_t{header[at]} << 24 | std::uint32_t{header[at + 1]} << 16 | std::uint32_t{header[at + 2]} << 8 |
+           std::uint32_t{header[at + 3]};
+  };
+  if (header.size() >= 4 && number(0) != static_cast<std::uint32_t>(kind))
+    fail(path, "magic number must be ", images ? "0x00000803 (images)" : "0x00000801 (labels)", ", got 0x", std::hex,
+         std::setw(8), std::setfill('0'), number(0));
+  if (header.size() < header_size)
+    fail(path, "must start with a header of ", header_size, " bytes, got ", header.size());
+  IdxFile file{.count = number(4), .bytes = {}};
+  if (file.count < 1 || file.count > max_idx_items)
+    fail(path, "count must be in [1, ", max_idx_items, "], got ", file.count);
+  if (images && (number(8) != image_side || number(12) != image_side))
+    fail(path, "images must be ", image_side, " x ", image_side, ", got ", number(8), " x ", number(12));
 
-  IdxFile file;
-  file.count = detail::parse_idx_header(path, kind, reader.read(header_size), header_size);
-  const auto promised = static_cast<std::size_t>(file.count * item_size);
+  const auto promised = static_cast<std::size_t>(file.count * (images ? image_side * image_side : 1));
   file.bytes = reader.read(promised);
   if (file.bytes.size() != promised)
     fail(path, "must hold the ", promised, " bytes that its header promises, got ", file.bytes.size());
   reader.expect_end();
-  if (kind == IdxKind::labels) detail::check_labels(path, file.bytes);
+  const auto bad = std::ranges::find_if(file.bytes, [&](std::uint8_t byte) { return !images && byte >= class_count; });
+  if (bad != file.bytes.end())
+    fail(path, "labels must be below ", class_count, ", got ", int{*bad}, " at index ", bad - file.bytes.begin());
   return file;
 }
 

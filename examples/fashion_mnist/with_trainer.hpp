@@ -1,78 +1,65 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <fmt/format.h>
-#include <torch/torch.h>
-
-#include <cstdint>
-#include <gradaccum/policies/data_parallel.hpp>
-#include <gradaccum/policies/save_state.hpp>
-#include <gradaccum/trainer.hpp>
+#include <csignal>
 #include <optional>
+#include <utility>
 
-#include "objective.hpp"
-#include "print.hpp"
-#include "run_on_page.hpp"
-#include "setup.hpp"
-#include "watching.hpp"
+#include "model.hpp"
 
 /// The second of two starting points: the Trainer with a custom policy.
 namespace fashion_mnist {
 
 /// A policy: prints a heading for each epoch, and the results on the test images.
 struct Lines {
-  bool had_results = false;
-
   void on_epoch_begin(std::int64_t epoch) const { print_heading(epoch); }
-  void on_validation(const ga::Validation& validation) {
-    print_results(validation.found);
-    had_results = true;
-  }
+  void on_validation(const ga::Validation& validation) const { print_results(validation.found); }
 };
 
-struct Trained {
-  ga::Evaluation test;
-  ga::FitReport report;
-};
-
-/// Makes the policy that saves states, if --save is given. With --patience it keeps the best state.
-inline std::optional<ga::SaveState> saving(const Options& options) {
-  if (options.save.empty()) return std::nullopt;
-  return ga::SaveState{.directory = options.save,
-                       .every_updates = options.save_every,
-                       .keep_last = options.keep_last,
-                       .on_signals = true,
-                       .keep_best = options.patience > 0 ? 1 : 0};
+/// Returns the policy if its option is given. A Trainer ignores an empty one.
+template <class Policy>
+std::optional<Policy> if_given(bool given, Policy policy) {
+  return given ? std::optional(std::move(policy)) : std::nullopt;
 }
 
-/// Trains with the Trainer; resumes from a state with --resume.
-inline Trained train_with_trainer(Setup& setup, const Options& options, const RunOnPage& page = {}) {
+/// Trains with the Trainer; resumes from a state with --resume. `more` are further policies.
+inline ga::FitReport train_with_trainer(Setup& setup, const Options& options, auto... more) {
   const auto learned = training_objective(setup, options);
+  const auto title = fmt::format("FashionMNIST, {} images a batch, {}", options.batch_size, options.optimizer);
   ga::Trainer trainer(
-      setup.model, setup.optimizer, learned, profile(options),
-      ga::Accumulate{.schedule = options.accumulate.by_epoch()},
+      setup.model, setup.optimizer, learned, ga::Accumulate{.schedule = options.accumulate},
       ga::MixedPrecision{.dtype = options.autocast_type(), .enabled = options.mixed_precision()},
       ga::DataParallel{.group = setup.group, .shard = options.shard}, ga::Progress{},
-      ga::Validate(setup.test_share, {.every_updates = options.validate_every_updates(), .every_epochs = 1},
-                   ga::Accuracy{}),
-      Lines{}, stopping_early(options), tensorboard(options), report(options), page, saving(options));
-  const auto report =
-      trainer.fit(setup.batches, {.epochs = options.epochs, .resume = options.resume ? options.save : ""});
-  print_profile(trainer);
+      ga::Validate(setup.test_share, {.every_epochs = 1}, ga::Accuracy{}), Lines{},
+      if_given(options.memory_budget > 0, ga::FitMemory{.budget = options.memory_budget}),
+      if_given(!options.profile.empty(), ga::Profile{.updates = {10, 13}, .directory = options.profile}),
+      if_given(!options.tensorboard.empty(), ga::TensorBoard{.directory = options.tensorboard}),
+      if_given(!options.report.empty(), ga::Report{.path = options.report, .title = title}),
+      if_given(!options.save.empty(),
+               ga::SaveState{.directory = options.save, .every_updates = options.save_every, .on_signals = true}),
+      std::move(more)...);
+  const auto report = trainer.fit(
+      setup.batches,
+      {.epochs = options.epochs, .resume = options.resume ? options.save : "", .measure_memory = options.compare});
+  if (const auto* const profile = trainer.template find_policy<ga::Profile>(); profile && profile->report())
+    fmt::print("{}", fmt::streamed(*profile->report()));
+  if (const auto* const memory = trainer.template find_policy<ga::FitMemory>())
+    fmt::print("{}\n", fmt::streamed(memory->plan()));
   print_steps(learned);
-  const auto last = report.validations.empty() ? ga::Evaluation() : report.validations.back().found;
-  if (!trainer.policy<Lines>().had_results && !report.validations.empty() && report.signal == 0) {
-    fmt::print("{} has all {} epochs\n", report.resumed_from, report.epochs);
-    print_results(last);
-  }
-  return {last, report};
+  return report;
 }
 
-/// Trains without evaluation, and returns time and memory.
-inline ga::FitReport measure_with_trainer(Setup& setup, const Options& options) {
-  ga::Trainer trainer(setup.model, setup.optimizer, objective,
-                      ga::Accumulate{.schedule = options.accumulate.by_epoch()}, ga::Progress{});
-  return trainer.fit(setup.batches, {.epochs = options.epochs, .measure_memory = true});
+/// Trains a new model and prints the report. Returns the program's exit status.
+inline int run_with_trainer(const Options& options, const Dataset& dataset, const ga::ProcessGroup& group) {
+  Setup setup(options, dataset, group);
+  const auto report = train_with_trainer(setup, options);
+  if (report.signal != 0) {
+    fmt::print("Stopped by {}, and saved in {}: --resume continues\n", report.signal == SIGINT ? "SIGINT" : "SIGTERM",
+               options.save);
+    return 128 + report.signal;
+  }
+  fmt::print("Done\n{}", fmt::streamed(report));
+  return 0;
 }
 
 }  // namespace fashion_mnist

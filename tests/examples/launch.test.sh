@@ -22,7 +22,7 @@ expect_status() {
   (( status == expected )) && grep -q -e "$text" "$directory/output" || fail "$*: $status, $(cat "$directory/output")"
 }
 results() { grep -E 'Accuracy|Epoch|Done' <<< "$1"; }
-options=(--data "$directory/data" --device cpu --threads 1 --dtype float64 --optimizer adamw)
+options=(--data "$directory/data" --device cpu --dtype float64 --optimizer adamw)
 
 # Refuses numbers that no machine can start, or that bash reads differently. The failure of a process ends the launcher.
 for number in 99999999999999999999 1025 0 08 -1 1x ""; do
@@ -112,6 +112,6 @@ status=0
 stopped=$("$launch" 2 "$example" "${settings[@]}" --save "$directory/stopped" 2> "$directory/errors") || status=$?
 wait
 (( status == 143 )) || fail "SIGTERM: status $status"$'\n'"$(cat "$directory/errors")"
-grep -q 'Stopped by SIGTERM and saved' <<< "$stopped" || fail "SIGTERM: $stopped"
+grep -q 'Stopped by SIGTERM, and saved' <<< "$stopped" || fail "SIGTERM: $stopped"
 stopped=$("$launch" 2 "$example" "${settings[@]}" --save "$directory/stopped" --resume 2> "$directory/errors")
 expect_same "$(results "$stopped" | tail -n 3)" "$(results "$straight" | tail -n 3)" "after SIGTERM"

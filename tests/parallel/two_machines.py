@@ -220,8 +220,8 @@ class Trainings:
     def __init__(self, example, writer, directory):
         self.directory = directory
         subprocess.run([writer, directory / "data"], check=True)
-        self.program = [example, "--data", directory / "data", "--device", "cpu", "--threads", "1", "--depth", "1",
-                        "--batch-size", "12", "--accumulate", "2", "--optimizer", "adamw", "--trainer"]
+        self.program = [example, "--data", directory / "data", "--device", "cpu", "--depth", "1", "--batch-size", "12",
+                        "--accumulate", "2", "--optimizer", "adamw", "--trainer"]
 
     def short(self, name):
         return [*self.program, "--epochs", "2", "--save", self.directory / name / "states", "--save-every", "7"]
