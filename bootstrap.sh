@@ -24,6 +24,9 @@ usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 
                                               C++ trains them on made-up reviews and FashionMNIST; the arguments,
                                               --epochs say, are for all three; build/exported_demo has data, models,
                                               trained weights and a page for each
+       ./bootstrap.sh demo rl [STEPS [SEED]]
+                                              reinforcement learning: an agent learns to balance a pole on a cart, in
+                                              seconds; build/rl/page.html has curves, and frames before and after
        ./bootstrap.sh new FOLDER --template NAME
                                               begin a program of your own: a folder with one of examples/templates and
                                               its CMakeLists.txt, ready to build; own_loop and trainer are plain
@@ -313,7 +316,7 @@ bloom_classifier_options() {
 
 fashion_mnist_options() {
   local data
-  if [[ ! " $* " =~ " --"(accumulate|amp|checkpoint|compare|memory-budget|patience|profile|report|save|tensorboard|validate) ]]; then
+  if [[ ! " $* " =~ " --"(accumulate|amp|compare|profile|report|save|tensorboard|trainer) ]]; then
     options+=(--compare --report "$PWD/build/demo.html")
   fi
   if [[ " $* " == *" --memory-budget"* ]]; then options+=(--batch-size 32768 --epochs 3); fi
@@ -370,11 +373,22 @@ demo_of_exports() {
   done
 }
 
+demo_of_reinforcement() {
+  need_to_build c++ g++ clang++
+  install_missing
+  check_cmake
+  build demo --target ppo_page
+  if [[ " $* " == *" --help "* ]]; then exec build/demo/examples/ppo_page/ppo_page --help; fi
+  mkdir -p build/rl
+  step "Training"
+  exec build/demo/examples/ppo_page/ppo_page build/rl "$@"
+}
+
 demo() {
-  if [[ ${1-} == export ]]; then
-    demo_of_exports "${@:2}"
-    return
-  fi
+  case ${1-} in
+    export) demo_of_exports "${@:2}"; return ;;
+    rl) demo_of_reinforcement "${@:2}"; return ;;
+  esac
   local example=fashion_mnist options=() compile="" index
   case ${1-} in
     bloom) example=bloom_classifier; shift ;;

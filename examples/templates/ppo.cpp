@@ -8,15 +8,13 @@
 //                                       of the objective or of hyperparameters
 //
 // For a task of your own with discrete actions, change Environment and Agent, then the hyperparameters.
-#include <gradaccum/gradaccum.hpp>
 #include <torch/torch.h>
+#include <gradaccum/gradaccum.hpp>
 
 #include <algorithm>
 #include <array>
-#include <cctype>
 #include <chrono>
 #include <cmath>
-#include <cstdint>
 #include <filesystem>
 #include <iostream>
 #include <string>
@@ -24,11 +22,12 @@
 
 namespace ga = gradaccum;
 
-const struct {
+struct {
   std::int64_t total_timesteps = 150'000, num_envs = 8, num_steps = 32, num_minibatches = 4, update_epochs = 4;
   double learning_rate = 2.5e-3, gamma = 0.99, gae_lambda = 0.95, clip_coef = 0.2, ent_coef = 0.01, vf_coef = 0.5;
   double max_grad_norm = 0.5, target_kl = 0;  // 0: without a limit
   bool anneal_lr = true, norm_adv = true, clip_vloss = true;
+  bool fp16 = false;                   // mixed precision with a loss scale, for large networks on a GPU
   std::int64_t micro_batches = 1;      // parts of a minibatch that are computed one by one, where memory is short
   std::int64_t report_every = 10'000;  // steps between two lines and states
 } hyper;
@@ -86,17 +85,23 @@ TORCH_MODULE(Agent);
 /// Observations, actions, their logarithmic probabilities, advantages, values and returns: a row for each step.
 using Batch = std::array<at::Tensor, 6>;
 
+/// Returns the loss, with the policy's and the value's loss, the entropy and how far the policy has moved since it
+/// played (http://joschu.net/blog/kl-approx.html).
 ga::Loss objective(Agent& agent, Batch& batch) {
   const auto& [observation, action, old_log_prob, advantage, old_value, target] = batch;
+  const ga::Autocast autocast(observation.device(), torch::kHalf, hyper.fp16);
   const auto [log_probs, log_prob] = agent->log_probs(observation, action);
-  const auto ratio = (log_prob - old_log_prob).exp();
-  const auto gain = torch::min(ratio * advantage, ratio.clamp(1 - hyper.clip_coef, 1 + hyper.clip_coef) * advantage);
-  const auto entropy = -(log_probs.exp() * log_probs).sum(1);
+  const auto log_ratio = log_prob - old_log_prob, ratio = log_ratio.exp();
+  const auto clipped_ratio = ratio.clamp(1 - hyper.clip_coef, 1 + hyper.clip_coef);
+  const auto policy_loss = -torch::min(ratio * advantage, clipped_ratio * advantage).mean();
+  const auto entropy = -(log_probs.exp() * log_probs).sum(1).mean(), kl = (ratio - 1 - log_ratio).mean();
   const auto value = agent->critic->forward(observation).squeeze(1);
   const auto clipped = old_value + (value - old_value).clamp(-hyper.clip_coef, hyper.clip_coef);
   auto error = (value - target).square();
   if (hyper.clip_vloss) error = torch::max(error, (clipped - target).square());
-  return {hyper.vf_coef * 0.5 * error.mean() - gain.mean() - hyper.ent_coef * entropy.mean(), action.size(0)};
+  const auto value_loss = 0.5 * error.mean();
+  return ga::Loss{policy_loss - hyper.ent_coef * entropy + hyper.vf_coef * value_loss, action.size(0)}.with(
+      torch::stack({policy_loss, value_loss, entropy, kl}).detach(), {});
 }
 
 struct Training {
@@ -104,10 +109,12 @@ struct Training {
   ga::optim::Adam adam{agent->parameters(), ga::optim::AdamOptions(hyper.learning_rate).eps(1e-5)};
   ga::GradAccumulator<ga::optim::Adam> optimizer{adam, {.steps = hyper.micro_batches}};
   ga::LearningRates rates{optimizer};
+  ga::AmpScaler scaler{{.enabled = hyper.fp16}};
   at::Tensor environments = torch::empty({hyper.num_envs, Environment::states}, torch::kDouble);
   at::Tensor lengths = torch::zeros({hyper.num_envs}, torch::kLong);    // of the episodes so far
   at::Tensor returns = torch::zeros({hyper.num_envs}, torch::kDouble);  // of the episodes so far
   at::Tensor last_returns = torch::zeros({100});                        // of the last episodes
+  at::Tensor statistics;                                                // of the last minibatch, by objective
   std::int64_t timesteps = 0, episodes = 0;
 
   Training() {
@@ -116,15 +123,11 @@ struct Training {
 
   /// Draws an action for each environment, and takes it. `ended` becomes 1 where an episode has ended, else 0.
   void act(const at::Tensor& observation, const at::Tensor& action, const at::Tensor& reward, const at::Tensor& ended) {
-    const auto probs = agent->actor->forward(observation).softmax(1).cpu(), random = torch::rand({hyper.num_envs});
+    const auto probs = agent->actor->forward(observation).softmax(1).cpu();
+    action.copy_((probs / torch::empty_like(probs).exponential_()).argmax(1));
     for (std::int64_t i = 0; i < hyper.num_envs; ++i) {
-      const auto* p = probs.const_data_ptr<float>() + i * Environment::actions;
-      auto rest = random.const_data_ptr<float>()[i];
-      std::int64_t drawn = 0;
-      while (drawn < Environment::actions - 1 && rest >= p[drawn]) rest -= p[drawn++];
-      action.mutable_data_ptr<std::int64_t>()[i] = drawn;
       auto* const state = environments.mutable_data_ptr<double>() + i * Environment::states;
-      const auto outcome = Environment::step(state, drawn);
+      const auto outcome = Environment::step(state, action.const_data_ptr<std::int64_t>()[i]);
       auto& length = ++lengths.mutable_data_ptr<std::int64_t>()[i];
       auto& sum = returns.mutable_data_ptr<double>()[i] += outcome.reward;
       const bool ends = outcome.ended || length == Environment::most_steps;
@@ -169,13 +172,6 @@ struct Training {
     return batch;
   }
 
-  /// Returns how far the policy has moved since it played, by http://joschu.net/blog/kl-approx.html.
-  double kl(const Batch& batch) {
-    const at::NoGradGuard no_grad;
-    const auto log_ratio = agent->log_probs(batch[0], batch[1]).second - batch[2];
-    return (log_ratio.expm1() - log_ratio).mean().item<double>();
-  }
-
   /// Plays and learns. `step` is the objective, itself or recorded.
   void iterate(auto& step, std::int64_t total_timesteps) {
     if (hyper.anneal_lr)
@@ -183,32 +179,32 @@ struct Training {
     const auto batch = play();
     const auto rows = hyper.num_envs * hyper.num_steps, parts = hyper.num_minibatches * hyper.micro_batches;
     for (std::int64_t epoch = 0; epoch < hyper.update_epochs; ++epoch) {
-      const auto order = torch::randperm(rows, batch[0].device());
       auto shuffled = batch;
+      const auto order = torch::randperm(rows, batch[0].device());
       for (auto& tensor : shuffled) tensor = tensor.index_select(0, order);
       for (std::int64_t part = 0; part < parts; ++part) {
         auto minibatch = shuffled;
         for (auto& tensor : minibatch) tensor = tensor.narrow(0, part * rows / parts, rows / parts);
-        optimizer.backward(step(minibatch));
+        const auto loss = step(minibatch);
+        optimizer.backward(scaler.scale(loss));
         optimizer.clip_grad_norm_(hyper.max_grad_norm);
-        optimizer.step();
+        scaler.step(optimizer);
+        scaler.update();
         optimizer.zero_grad();
+        statistics = loss.output;
       }
-      if (hyper.target_kl > 0 && kl(batch) > hyper.target_kl) break;
+      if (hyper.target_kl > 0 && statistics[3].item<double>() > hyper.target_kl) break;
     }
     timesteps += rows;
   }
 
   std::int64_t updates() const { return optimizer.updates(); }
   void state(ga::Archive& archive) {
-    archive("agent", ga::ModelState(agent));
-    archive("optimizer", ga::OptimizerState(optimizer, agent));
+    archive("agent", ga::ModelState(agent)), archive("optimizer", ga::OptimizerState(optimizer, agent));
+    archive("scaler", scaler), archive("random", ga::RandomState());
     archive("environments", environments), archive("lengths", lengths), archive("returns", returns);
-    archive("last_returns", last_returns);
-    archive("timesteps", timesteps), archive("episodes", episodes);
-    archive("random", ga::RandomState());
-    TORCH_CHECK(environments.size(0) == hyper.num_envs, "the state has ", environments.size(0),
-                " environments, but num_envs is ", hyper.num_envs);
+    archive("last_returns", last_returns), archive("timesteps", timesteps), archive("episodes", episodes);
+    TORCH_CHECK(environments.size(0) == hyper.num_envs, "the state has ", environments.size(0), " environments");
   }
   /// Returns the mean of the last 100 episodes.
   double mean_return() const {
@@ -226,35 +222,39 @@ void train(Training& training, auto step, std::int64_t total_timesteps, const st
     training.iterate(step, total_timesteps);
     if (training.timesteps / hyper.report_every == reports && training.timesteps < total_timesteps) continue;
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
+    const auto statistics = training.statistics.cpu();
     std::cout << training.timesteps << " steps, " << training.episodes << " episodes: mean return "
-              << training.mean_return() << ", "
+              << training.mean_return() << ", losses " << statistics[0].item<float>() << " (policy) and "
+              << statistics[1].item<float>() << " (value), entropy " << statistics[2].item<float>() << ", KL "
+              << statistics[3].item<float>() << ", "
               << std::lround(static_cast<double>(training.updates() - updates_before) / seconds.count()) << " updates/s"
               << std::endl;
     if (!folder.empty()) ga::save(folder + "/states", training, {.keep_last = 2});
   }
+  std::cout << step.report();  // how many updates were replayed or compiled
 }
 
 std::int64_t whole_number(const std::string& text, const char* what) {
-  std::size_t end = 0;
-  const auto number = std::isdigit(text[0]) ? std::stoll(text, &end) : 0;
-  TORCH_CHECK(end > 0 && end == text.size(), what, " must be a whole number, got '", text,
-              "'; --help shows the arguments");
-  return number;
+  TORCH_CHECK(!text.empty() && text.size() < 19 && text.find_first_not_of("0123456789") == text.npos, what,
+              " must be a whole number, got '", text, "'; --help shows the arguments");
+  return std::stoll(text);
 }
 
 int main(int argc, char** argv) try {
-  const std::string first = argc > 1 ? argv[1] : std::to_string(hyper.total_timesteps);
-  const std::string folder = argc > 3 ? argv[3] : argc > 2 && first == "record" ? argv[2] : "";
-  if (first == "--help" || (first == "record" && folder.empty())) {
+  const auto argument = [&](int i, auto otherwise) { return argc > i ? std::string(argv[i]) : otherwise; };
+  const std::string first = argument(1, std::to_string(hyper.total_timesteps));
+  const bool records = first == "record";
+  const std::string folder = argument(records ? 2 : 3, std::string());
+  if (first == "--help" || (records && folder.empty())) {
     std::cout << "usage: ppo [STEPS [SEED [FOLDER]]] | ppo record FOLDER\n";
-    return first == "--help" ? 0 : 1;
+    return records;
   }
   torch::set_num_threads(1);  // threads wait for one another longer than such a network computes
-  torch::manual_seed(argc > 2 && first != "record" ? static_cast<std::uint64_t>(whole_number(argv[2], "SEED")) : 1);
+  torch::manual_seed(records ? 1 : static_cast<std::uint64_t>(whole_number(argument(2, std::string("1")), "SEED")));
   Training training;
   if (torch::cuda::is_available()) training.agent->to(torch::kCUDA);
   const auto recorded = folder + "/step";
-  if (first == "record") {
+  if (records) {
     auto minibatch = training.play();
     const auto rows = minibatch[0].size(0) / hyper.num_minibatches / hyper.micro_batches;
     for (auto& tensor : minibatch) tensor = tensor.narrow(0, 0, rows);

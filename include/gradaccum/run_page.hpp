@@ -4,6 +4,7 @@
 
 #include <gradaccum/detail/build/inline.hpp>
 
+#include <array>
 #include <chrono>
 #include <concepts>
 #include <cstddef>
@@ -112,6 +113,20 @@ struct RunProgress {
   std::optional<double> seconds = {};   ///< by default the time since the page was constructed
 };
 
+/// A line of a `Drawing` through points. A line of one point is a dot.
+struct DrawnLine {
+  std::vector<std::array<double, 2>> points = {};  ///< x and y, in the units of the drawing
+  double width = 2;                                ///< in pixels
+  std::int64_t colour = 0;                         ///< index of a colour of the curves, 0 to 7; 7 is gray
+};
+
+/// A picture of lines, such as a frame of a simulation or a robot's path.
+struct Drawing {
+  double width = 1, height = 1;       ///< x goes from 0 to `width`, y upwards from 0 to `height`
+  std::vector<DrawnLine> lines = {};  ///< later lines cover earlier ones
+  std::string caption = {};           ///< shown below
+};
+
 /// Writes an HTML page with curves, progress and numbers of a run, also while it runs. The page is one file that needs
 /// no network and no server.
 ///
@@ -152,6 +167,9 @@ class RunPage {
   void number(std::string_view name, std::integral auto value, std::string text = {}) {
     number(name, static_cast<double>(value), std::move(text));
   }
+
+  /// Shows drawings side by side, such as frames of an episode. Throws if a coordinate is not finite.
+  void draw(std::string_view name, const std::vector<Drawing>& drawings);
 
   /// Writes the page if it has not been written for `every`.
   void update(const RunProgress& progress = {});

@@ -12,6 +12,7 @@
 #include "support/waves.hpp"
 
 #include <cmath>
+#include <memory>
 #include <vector>
 
 // The template ppo.cpp: its environment and its update against Python's, that it learns, and that it resumes.
@@ -79,6 +80,25 @@ TEST_CASE("ppo: micro-batches of a minibatch give its gradient") {
     return torch::cat(gradients);
   };
   CHECK(testing::distance(gradient_in(4), gradient_in(1)) < 1e-12);
+}
+
+TEST_CASE("ppo: in mixed precision the loss scale adapts, and updates are those without it, to half's rounding") {
+  const auto trained = [](bool fp16) {
+    hyper.fp16 = fp16;
+    torch::manual_seed(1);
+    auto training = std::make_unique<Training>();
+    auto step = [&](Batch& minibatch) { return objective(training->agent, minibatch); };
+    for (int i = 0; i < 2; ++i) training->iterate(step, 150'000);
+    hyper.fp16 = false;
+    return training;
+  };
+  const auto plain = trained(false), mixed = trained(true);
+  CHECK(plain->updates() == 32);
+  CHECK(mixed->scaler.get_scale() < 65536);  // its first value, by which gradients overflow
+  CHECK(mixed->updates() > 24);          // after that
+  CHECK(mixed->statistics.isfinite().all().item<bool>());
+  CHECK(mixed->statistics[2].item<float>() == Approx(plain->statistics[2].item<float>()).epsilon(0.05));
+  CHECK_FALSE(at::equal(testing::flat(mixed->agent), testing::flat(plain->agent)));
 }
 
 TEST_CASE("ppo: learns, and resumes with the same bits") {

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# templates.test.sh PROGRAMS TEXT FOLDER: trains each template. ppo and own_loop are killed, and resume.
+# templates.test.sh PROGRAMS TEXT FOLDER PPO_PAGE: trains each template. ppo and own_loop are killed, and resume.
 set -euo pipefail
-programs=$1 text=$2 folder=$3
+programs=$1 text=$2 folder=$3 ppo_page=$4
 fail() { echo "templates.test.sh: $*" >&2; exit 1; }
 export OMP_NUM_THREADS=1
 rm -rf "$folder"
@@ -43,6 +43,11 @@ kill_and_resume of_ppo/states "$programs/ppo" 40960 1 of_ppo > resumed.txt
 last_return() { sed -n 's/^40960 steps, [0-9]* episodes: mean return \([^,]*\),.*/\1/p' "$1"; }
 [[ $(last_return whole.txt) && $(last_return whole.txt) == "$(last_return resumed.txt)" ]] ||
   fail "ppo must resume with the same returns, got $(cat whole.txt resumed.txt)"
+
+"$ppo_page" page 2048 > page.txt
+for part in "Before learning" "After 2048 steps" "train/return" "train/entropy" "train/lr" '"finished"'; do
+  grep -q "$part" page/page.html || fail "the page must have $part, got $(cat page.txt)"
+done
 
 "$programs/own_loop" data 1 > whole.txt
 kill_and_resume states_of_own_loop "$programs/own_loop" data 1 states_of_own_loop > resumed.txt

@@ -301,7 +301,7 @@ def check_paper(browser, page, pictures):
 
 
 def check_in(browser, pages, pictures):
-    for name in ("running", "over", "several", "hostile", "empty"):
+    for name in ("running", "over", "several", "hostile", "drawings", "empty"):
         for width in (1100, 390):
             for scheme in ("light", "dark"):
                 check_page(browser, pages / f"{name}.html", width, scheme, pictures)
@@ -331,8 +331,22 @@ def check_in(browser, pages, pictures):
     check(under[1:] == [0, 2, 0, 0, 0], f"of which the learning rate is the same, and nothing with noise: {under}")
     check(browser.evaluate("[...document.querySelectorAll('figure')].at(-1).querySelectorAll('path.line').length") == 3,
           "of memory the sum of each")
+    check_drawings(browser, pages / "drawings.html")
     check_gaps(browser, pages / "gaps.html")
     check_reload(browser, pages / "running.html")
+
+
+def check_drawings(browser, page):
+    browser.open(page, 1100, 900)
+    boxes = browser.evaluate("[...document.querySelectorAll('.frames svg')].map(one => one.getBoundingClientRect())"
+                             ".map(box => [box.width, box.height])")
+    check(len(boxes) == 10 and all(width > 100 and abs(width - 2 * height) < 1 for width, height in boxes),
+          f"ten drawings, twice as wide as high: {boxes}")
+    # The pendulum hangs: its end is below its hinge, and moves from left to right.
+    paths = browser.evaluate("[...document.querySelectorAll('.frames svg')].map(one => one.querySelector('path'))"
+                             ".map(one => one.getAttribute('d').match(/[-.0-9]+/g).map(Number))")
+    ends = [end for _, _, *end, _ in paths]
+    check(all(y > 0.8 for _, y in ends) and ends == sorted(ends), f"y points upwards: {ends}")
 
 
 def check_gaps(browser, page):

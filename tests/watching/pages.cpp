@@ -120,8 +120,23 @@ void write_hostile(const std::filesystem::path& path) {
     page.set(name, name);
     page.tile(name, name, name);
     page.number(name, 1.5, name);
+    page.draw(name, std::vector<ga::Drawing>(9, {.width = 3, .lines = {{.points = {{1, 0.5}}}}, .caption = name}));
   }
   page.end(ga::RunEnd::interrupted, "<b onclick=x>by an exception</b>");
+}
+
+/// Drawings of a pendulum.
+void write_drawings(const std::filesystem::path& path) {
+  ga::RunPage page(options_of(path, "A pendulum"));
+  std::vector<ga::Drawing> frames;
+  for (int i = 0; i < 10; ++i)
+    frames.push_back({.width = 2,
+                      .height = 1,
+                      .lines = {{.points = {{1, 1}, {1 + std::sin(0.1 * i - 0.5), 1 - std::cos(0.1 * i - 0.5)}}},
+                                {.points = {{1, 1}}, .width = 8, .colour = 7}},
+                      .caption = "step " + std::to_string(i)});
+  page.draw("Frames", frames);
+  page.end();
 }
 
 /// An outlier, non-finite numbers, and other values that an axis must handle.
@@ -182,6 +197,7 @@ int main(int argc, char** argv) try {
   write_several(directory / "several.html");
   write_hostile(directory / "hostile.html");
   write_gaps(directory / "gaps.html");
+  write_drawings(directory / "drawings.html");
   write_named(directory / "named.html");
   write_equal(directory / "equal.html");
   write_empty(directory / "live.html");

@@ -323,6 +323,23 @@ TEST_CASE("RunPage: an entry with an existing name is replaced in its position")
   CHECK(written.number("count").is_number_integer());
 }
 
+TEST_CASE("RunPage: drawings are lines of numbers, and the page keeps the last of a name") {
+  const Directory directory;
+  const auto path = directory / "run.html";
+  ga::RunPage page(at_once(path));
+  const auto show = [&](const ga::Drawing& drawing) { page.draw("frames", {drawing}); };
+  show({.caption = "replaced"});
+  show({.width = 4, .height = 2.5, .lines = {{.points = {{0, 1}, {4, -0.5}}, .colour = 7}}, .caption = "</svg><b>"});
+  page.update();
+  CHECK(Page(text_of(path))["drawings"] ==
+        nlohmann::json::parse(R"([["frames", [[4.0, 2.5, "</svg><b>", [[2.0, 7, [[0.0, 1.0], [4.0, -0.5]]]]]]]])"));
+  REQUIRE_ERROR("numbers of a drawing must be finite, got nan", show({.lines = {{.points = {{0, not_a_number}}}}}));
+  REQUIRE_ERROR("numbers of a drawing must be finite, got inf", show({.width = inf}));
+  REQUIRE_ERROR("a width and a height above 0, got 0 and 1", show({.width = 0}));
+  REQUIRE_ERROR("the colour of a line must be in [0, 7], got 8", show({.lines = {{.points = {{0, 0}}, .colour = 8}}}));
+  REQUIRE_ERROR("a line of a drawing must have a point", show({.lines = {{}}}));
+}
+
 TEST_CASE("RunPage: a page that is never ended becomes interrupted, and one without an update is not written") {
   const Directory directory;
   {
@@ -379,6 +396,7 @@ TEST_CASE("RunPage: any given names and values appear only as text") {
       page.set(text, text);
       page.tile(text, text, text);
       page.number(text, 1.5, text);
+      page.draw(text, {{.lines = {{.points = {{0.5, 0.5}}}}, .caption = text}});
       page.add_run(text).add(text, 1, inf);
     }
     page.end(ga::RunEnd::interrupted, texts[0]);

@@ -12,8 +12,8 @@ inline constexpr std::string_view page_before_json = R"html(<!DOCTYPE html>
 <head>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; base-uri 'none'; form-action 'none';
-style-src 'sha256-6sJK8/R2EjK2wHh2aLYL183Ih/lcSDz7NfhBo1DeGuM=';
-script-src 'sha256-RD31vIpJx2LJkXXkVKyPvWMsLVYPMYWJsyKzp3i7kgk='">
+style-src 'sha256-snIschjfrzKmSZ4m8z+QRci/DBCHRCG2TY34TX3ftq4=';
+script-src 'sha256-4ah3jAiu9I2RcwlrjGe4UGvgLX7b2YDPUM6lt5DW9ms='">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>Training</title>
@@ -38,7 +38,11 @@ progress{width:100%;height:.5rem;margin-top:1rem;accent-color:var(--c0)}
 #tiles,#charts,#tables{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:1rem}
 #tiles{grid-template-columns:repeat(auto-fit,minmax(8.5rem,1fr));gap:.8rem;margin:1.4rem 0}
 #tables{gap:0 2.4rem;align-items:start}
-#tiles div,figure{background:var(--card);border:1px solid var(--line);border-radius:.6rem;padding:.7rem 1rem}
+article{margin-top:1rem}
+.frames{display:grid;grid-template-columns:repeat(auto-fill,minmax(8.5rem,1fr));gap:.4rem;margin-top:.6rem}
+.frames svg{position:static;height:auto;clip-path:none;overflow:hidden}
+.frames path{fill:none}
+#tiles div,figure,article{background:var(--card);border:1px solid var(--line);border-radius:.6rem;padding:.7rem 1rem}
 figure,section,#tiles div{min-width:0}
 #tiles b{display:block;font-size:1.4rem;line-height:1.35}
 figure:first-child,figure:last-child:nth-child(even),section:first-child{grid-column:1/-1}
@@ -71,7 +75,7 @@ th,td{padding:.4rem .8rem .4rem 0;text-align:left;vertical-align:top;border-top:
 td{text-align:right;white-space:pre-wrap;padding-right:0;padding-left:.8rem}
 th{min-width:7rem}
 .run th{font-weight:600;padding-top:1rem}
-@media print{body{padding:0;font-size:9pt}figure,tr{break-inside:avoid}button{display:none}
+@media print{body{padding:0;font-size:9pt}figure,article,tr{break-inside:avoid}button{display:none}
 *{-webkit-print-color-adjust:exact;print-color-adjust:exact}}
 </style>
 </head>
@@ -82,6 +86,7 @@ th{min-width:7rem}
 <p id="progress"></p>
 <div id="tiles"></div>
 <main id="charts"></main>
+<div id="drawings"></div>
 <div id="tables"></div>
 <template><figure><figcaption><h3></h3><button title="A logarithmic scale">log</button><ul></ul></figcaption>
 <div class="plot"><svg viewBox="0 0 1000 1000" preserveAspectRatio="none" role="img"></svg></div><p class="note"></p>
@@ -305,6 +310,21 @@ for (const chart of charts) {
   if (series.length > 1 || !['train', chart.name].includes(series[0].label))
     for (const one of series) addKey(make(find('ul', figure), 'li'), one);
   draw(chart);
+}
+
+for (const [name, frames] of run.drawings) {
+  const article = make(find('#drawings'), 'article');
+  make(article, 'h3', clean(name, 60));
+  const row = make(article, 'div', '', {class: 'frames'});
+  for (const [width, height, caption, lines] of frames.slice(0, 100)) {
+    const frame = make(row, 'div'), svg = frame.appendChild(find('svg', template).cloneNode());
+    svg.setAttribute('viewBox', `0 0 ${width} ${height}`);
+    svg.setAttribute('aria-label', clean(joined([name, caption]), 200));
+    for (const [size, colour, points] of lines)
+      Object.assign(make(svg, 'path', '', {d: `M${points.map(([x, y]) => x + ' ' + (height - y)).join('L')}h0`}).style,
+        {stroke: `var(--c${colour})`, strokeWidth: size});
+    make(frame, 'small', clean(caption, 60));
+  }
 }
 
 const addTile = (name, value, note) => {

@@ -179,6 +179,26 @@ GRADACCUM_INLINE void put_row(nlohmann::json& rows, nlohmann::json row) {
   (same == rows.end() ? rows.emplace_back() : *same) = std::move(row);
 }
 
+/// Returns `[width, height, caption, [[line width, colour, points], …]]`.
+GRADACCUM_INLINE nlohmann::json json_drawing(const Drawing& drawing) {
+  const auto number = [](double value) {
+    TORCH_CHECK(is_finite(value), "RunPage: numbers of a drawing must be finite, got ", value);
+    return value;
+  };
+  TORCH_CHECK(drawing.width > 0 && drawing.height > 0,
+              "RunPage: a drawing must have a width and a height above 0, got ", drawing.width, " and ",
+              drawing.height);
+  auto lines = nlohmann::json::array();
+  for (auto& [points, width, colour] : drawing.lines) {
+    TORCH_CHECK(0 <= colour && colour < 8, "RunPage: the colour of a line must be in [0, 7], got ", colour);
+    TORCH_CHECK(!points.empty(), "RunPage: a line of a drawing must have a point");
+    auto all = nlohmann::json::array();
+    for (auto [x, y] : points) all.push_back({number(x), number(y)});
+    lines.push_back({number(width), colour, std::move(all)});
+  }
+  return {number(drawing.width), number(drawing.height), drawing.caption, std::move(lines)};
+}
+
 /// Inserts the JSON into the page, as ASCII without `<`, the only character that could end its element. Texts may be of
 /// any bytes: invalid UTF-8 is replaced.
 GRADACCUM_INLINE std::string page_text(const nlohmann::json& content) {
@@ -207,7 +227,7 @@ GRADACCUM_INLINE void write_page(const std::filesystem::path& path, const nlohma
 /// deque does not move them.
 struct RunPage::Content {
   std::deque<std::pair<std::string, Curves>> runs = {{}};
-  nlohmann::json tiles = nlohmann::json::array(), numbers = tiles, settings = tiles;
+  nlohmann::json tiles = nlohmann::json::array(), numbers = tiles, settings = tiles, drawings = tiles;
 };
 
 /// Tries to write the page, which is not empty, so that a full disk is found.
@@ -250,6 +270,12 @@ GRADACCUM_INLINE void RunPage::tile(std::string_view name, double value, std::st
 
 GRADACCUM_INLINE void RunPage::number(std::string_view name, double value, std::string text) {
   detail::put_row(content_->numbers, {name, detail::json_number(value), text});
+}
+
+GRADACCUM_INLINE void RunPage::draw(std::string_view name, const std::vector<Drawing>& drawings) {
+  auto all = nlohmann::json::array();
+  for (auto& drawing : drawings) all.push_back(detail::json_drawing(drawing));
+  detail::put_row(content_->drawings, {name, std::move(all)});
 }
 
 GRADACCUM_INLINE bool RunPage::is_due() const { return !written_ || Clock::now() - *written_ >= options_.every; }
@@ -304,6 +330,7 @@ GRADACCUM_INLINE void RunPage::write(std::string_view state, std::string_view re
                                      {"tiles", content_->tiles},
                                      {"numbers", content_->numbers},
                                      {"settings", content_->settings},
+                                     {"drawings", content_->drawings},
                                      {"runs", std::move(runs)}});
 }
 
