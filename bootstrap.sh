@@ -636,7 +636,7 @@ bench() {
   if (( ${#python[@]} > 0 )); then tell_time "Fetching" fetch_python_torch; fi
   data=$(unzipped_data_directory) || exit
   begin_results "${arguments[@]}"
-  for name in adamw_step memory_saving_step amp_tail tiny_step window embedding trainer checkpoint fit_memory bloom_classifier prefetch; do
+  for name in adamw_step memory_saving_step amp_tail tiny_step window embedding linear_cross_entropy trainer checkpoint fit_memory bloom_classifier prefetch; do
     step "Running benchmark_$name"
     "$programs/benchmark_$name" "${arguments[@]}"
   done
@@ -664,6 +664,8 @@ bench() {
     step "Running benchmark_ppo and python/ppo.py"
     "$programs/benchmark_ppo" --steps build/steps/ppo "${arguments[@]}"
     "$python_with_torch" benchmarks/python/ppo.py "${arguments[@]}"
+    step "Running python/linear_cross_entropy.py"
+    LD_PRELOAD=$programs/libmkl_on_amd.so "$python_with_torch" benchmarks/python/linear_cross_entropy.py "${arguments[@]}"
     step "Running python/compiled_step.py"
     LD_PRELOAD=$programs/libmkl_on_amd.so "$python_with_torch" benchmarks/python/compiled_step.py "${arguments[@]}"
     step "Running python/exported_models.py (five models are exported first, a minute each)"

@@ -28,4 +28,5 @@ run 75 device_step
 run 25 device_update
 run 140 device_bloom --seconds 90
 run 20 ppo --on-device
+run 25 linear_cross_entropy --on-device
 exit "$failed"

@@ -84,6 +84,7 @@
 #include <gradaccum/impl/window/grad_accumulator.ipp>
 #include <gradaccum/impl/window/grad_ready_hooks.ipp>
 #include <gradaccum/impl/window/gradients.ipp>
+#include <gradaccum/impl/window/linear_cross_entropy.ipp>
 #include <gradaccum/impl/window/multiplier.ipp>
 #include <gradaccum/impl/window/open_window.ipp>
 #include <gradaccum/impl/window/optimizer_facade.ipp>

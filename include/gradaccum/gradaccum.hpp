@@ -24,6 +24,7 @@
 #include <gradaccum/io/state_folder.hpp>
 #include <gradaccum/io/weights.hpp>
 #include <gradaccum/learning_rates.hpp>
+#include <gradaccum/linear_cross_entropy.hpp>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/metrics.hpp>
 #include <gradaccum/metrics_file.hpp>

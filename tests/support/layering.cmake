@@ -35,7 +35,7 @@ module(memory PUBLIC memory_meter
                   USES platform types)
 module(state PUBLIC archive
                   USES types kernels)
-module(window PUBLIC embedding grad_accumulator gradients
+module(window PUBLIC embedding grad_accumulator gradients linear_cross_entropy
                   USES types kernels state)
 module(scaling PUBLIC amp_scaler autocast
                   USES platform types kernels state window)

@@ -48,8 +48,14 @@ class GradReadyScope {
   std::vector<const at::Tensor*> listening_;
 };
 
-/// Returns true if a listener, or another hook, needs whole gradients of this parameter.
-bool is_waited_for(const at::Tensor& parameter);
+/// Returns true if autograd's engine would only add to the parameter's gradient, and call what `say_added` calls: no
+/// hook or listener needs whole gradients.
+bool has_no_hooks(const at::Tensor& parameter);
+/// Returns true if, in a backward pass, LibTorch would add a gradient of this kind to the existing one in place, and
+/// nothing needs the whole gradient. A function may then add parts to `.grad` itself, and call `say_added`.
+bool is_added_in_place(const at::Tensor& parameter, const at::Tensor& gradient);
+/// Held while parts are added, as LibTorch guards each gradient if several threads run backward.
+std::mutex& adding_in_place();
 /// Calls the listeners after a part has been added to this parameter's gradient.
 void say_added(const at::Tensor& parameter);
 

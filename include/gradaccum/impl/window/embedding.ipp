@@ -6,9 +6,8 @@
 
 #include <gradaccum/gradients.hpp>
 
-#include <gradaccum/detail/window/window_gradients.hpp>
+#include <gradaccum/detail/window/grad_ready_hooks.hpp>
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/core/List.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_index_put_impl.h>
@@ -20,8 +19,6 @@
 #include <ATen/ops/where.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <mutex>
 
@@ -29,20 +26,6 @@
 
 namespace gradaccum {
 namespace detail {
-
-/// Returns true if LibTorch would add the gradient to the existing one in place, and nothing needs the whole gradient.
-GRADACCUM_INLINE bool is_added_in_place(const at::Tensor& weight, const at::Tensor& gradient) {
-  const auto& sum = weight.grad();
-  if (at::GradMode::is_enabled() || !sum.defined() || sum.requires_grad()) return false;
-  if (sum.layout() != at::kStrided || sum.dtype() != gradient.dtype() || sum.device() != gradient.device() ||
-      sum.sizes() != weight.sizes() || at::has_internal_overlap(sum) != at::MemOverlap::No)
-    return false;
-  const auto* const only_some = torch::autograd::get_current_graph_task_exec_info();
-  if (only_some && !only_some->empty()) return false;  // autograd::grad, or backward for some inputs
-  const auto node = torch::autograd::impl::grad_accumulator(weight);
-  return node->tensor_pre_hooks().empty() && node->pre_hooks().empty() && node->post_hooks().empty() &&
-         !is_waited_for(weight);
-}
 
 struct RowGradients {
   at::Tensor rows, gradients;
@@ -104,8 +87,7 @@ class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
     } else {
       const auto of = gradient.is_cuda() ? repeated_row_gradients(gradient, input, padding_idx)
                                          : row_gradients(gradient, input, padding_idx);
-      static std::mutex one_at_a_time;  // LibTorch also guards each gradient if several threads run backward
-      const std::lock_guard lock(one_at_a_time);
+      const std::lock_guard lock(adding_in_place());
       auto sum = weight.grad();
       if (sum.is_cuda())  // unsafe: the forward pass has checked the indices
         at::_index_put_impl_(sum, {of.rows}, of.gradients, /*accumulate=*/true, /*unsafe=*/true);

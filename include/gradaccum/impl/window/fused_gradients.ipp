@@ -59,13 +59,6 @@ GRADACCUM_INLINE at::Tensor FusedGradients::attached_to(const at::Tensor& mean) 
   return mean_;
 }
 
-/// Returns true if autograd's engine would only add to the parameter's gradient, and call what `say_added` calls.
-GRADACCUM_INLINE bool has_no_hooks(const at::Tensor& parameter) {
-  const auto node = torch::autograd::impl::grad_accumulator(parameter);
-  return node->pre_hooks().empty() && node->post_hooks().empty() && node->tensor_pre_hooks().empty() &&
-         !is_waited_for(parameter);
-}
-
 /// Stores a first gradient, or adds one whose layout differs from the sum's. Copies it if the caller has kept it.
 GRADACCUM_INLINE void accumulate(const at::Tensor& parameter, at::Tensor gradient) {
   auto& sum = parameter.mutable_grad();

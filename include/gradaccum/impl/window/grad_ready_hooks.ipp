@@ -4,7 +4,10 @@
 
 #include <gradaccum/detail/window/grad_ready_hooks.hpp>
 
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <utility>
@@ -61,6 +64,7 @@ GRADACCUM_INLINE GradReadyScope::~GradReadyScope() {
   for (auto* const parameter : listening_) unhook(torch::autograd::impl::post_acc_grad_hooks(*parameter), *listener_);
 }
 
+/// Returns true if a listener, or another hook after the sum, needs whole gradients of this parameter.
 GRADACCUM_INLINE bool is_waited_for(const at::Tensor& parameter) {
   const auto* hook = torch::autograd::impl::post_acc_grad_hooks(parameter).get();
   while (hook) {
@@ -70,6 +74,28 @@ GRADACCUM_INLINE bool is_waited_for(const at::Tensor& parameter) {
     hook = ours->before.get();
   }
   return false;
+}
+
+GRADACCUM_INLINE bool has_no_hooks(const at::Tensor& parameter) {
+  const auto node = torch::autograd::impl::grad_accumulator(parameter);
+  return node->pre_hooks().empty() && node->post_hooks().empty() && node->tensor_pre_hooks().empty() &&
+         !is_waited_for(parameter);
+}
+
+GRADACCUM_INLINE bool is_added_in_place(const at::Tensor& parameter, const at::Tensor& gradient) {
+  const auto& sum = parameter.grad();
+  if (at::GradMode::is_enabled() || !sum.defined() || sum.requires_grad()) return false;
+  if (sum.layout() != at::kStrided || sum.dtype() != gradient.dtype() || sum.device() != gradient.device() ||
+      sum.sizes() != parameter.sizes() || at::has_internal_overlap(sum) != at::MemOverlap::No)
+    return false;
+  const auto* const only_some = torch::autograd::get_current_graph_task_exec_info();
+  if (only_some && !only_some->empty()) return false;  // autograd::grad, or backward for some inputs
+  return has_no_hooks(parameter);
+}
+
+GRADACCUM_INLINE std::mutex& adding_in_place() {
+  static std::mutex mutex;
+  return mutex;
 }
 
 GRADACCUM_INLINE void say_added(const at::Tensor& parameter) {

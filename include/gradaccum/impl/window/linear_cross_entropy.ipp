@@ -1,0 +1,346 @@
+// SPDX-License-Identifier: Apache-2.0
+// Implements the cross entropy of a linear layer, whose logits exist for some tokens at a time.
+#pragma once
+
+#include <gradaccum/linear_cross_entropy.hpp>
+
+#include <gradaccum/detail/window/grad_ready_hooks.hpp>
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/amax.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/jit/frontend/tracer.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <mutex>
+#include <optional>
+#include <utility>
+
+#include <gradaccum/impl/begin.ipp>
+
+namespace gradaccum {
+namespace detail {
+
+/// Settings of one call, which backward needs again.
+struct LinearCrossEntropy final : torch::CustomClassHolder {
+  std::int64_t ignore_index = 0, tokens_at_once = 1;
+  double label_smoothing = 0, z_loss = 0, items = 0;
+  at::ScalarType product_dtype = at::kFloat;
+  at::Tensor weights = {};              // of the tokens
+  bool gradients_in_forward = false;    // in one pass with the losses
+  std::array<at::Tensor, 3> made = {};  // these gradients: of hidden, weight and bias
+
+  /// Calls `run` for each part of the tokens with a function that returns this part of a tensor.
+  template <class Run>
+  void for_each_part(std::int64_t tokens, Run run) const {
+    for (std::int64_t from = 0; from < tokens; from += tokens_at_once)
+      run([from, count = std::min(tokens_at_once, tokens - from)](const at::Tensor& whole) {
+        return whole.narrow(0, from, count);
+      });
+  }
+};
+
+/// The logits of one part of the tokens after another, in the same memory.
+class PartOfLogits {
+ public:
+  PartOfLogits(const LinearCrossEntropy& of, const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& bias)
+      : weight_(weight.to(of.product_dtype)), bias_(bias), all_hidden_(hidden.to(of.product_dtype)) {
+    const auto rows = std::min(of.tokens_at_once, hidden.size(0));
+    product_ = at::empty({rows, weight.size(0)}, weight_.options());
+    precise_ = weight_.element_size() < 4 ? at::empty_like(product_, at::kFloat) : product_;
+  }
+
+  /// Inputs and weights in the dtype of products.
+  const at::Tensor& all_hidden() const { return all_hidden_; }
+  const at::Tensor& weight() const { return weight_; }
+
+  /// Returns the logits in float32 or float64, to change.
+  at::Tensor of(const at::Tensor& hidden) {
+    auto product = product_.narrow(0, 0, hidden.size(0));
+    at::mm_out(product, hidden, weight_.t());
+    const auto logits = product_.is_same(precise_) ? product : precise_.narrow(0, 0, hidden.size(0)).copy_(product);
+    return bias_.defined() ? logits.add_(bias_) : logits;
+  }
+  /// Returns the changed logits in the dtype of products.
+  at::Tensor rounded(const at::Tensor& logits) const {
+    return product_.is_same(precise_) ? logits : product_.narrow(0, 0, logits.size(0)).copy_(logits);
+  }
+
+ private:
+  at::Tensor weight_, bias_, all_hidden_, product_, precise_;
+};
+
+/// Returns the dtype in which `linear` multiplies.
+GRADACCUM_INLINE at::ScalarType dtype_of_products(const at::Tensor& weight) {
+  const auto device = weight.device().type();
+  const bool is_cast = weight.scalar_type() != at::kDouble && at::autocast::is_autocast_available(device) &&
+                       at::autocast::is_autocast_enabled(device);
+  return is_cast ? at::autocast::get_autocast_dtype(device) : weight.scalar_type();
+}
+
+GRADACCUM_INLINE at::ScalarType dtype_of_sums(const at::Tensor& weight) {
+  return weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+/// Adds `gradient^T hidden`, [classes, width], to `sum`. Products in 16 bits are made for some classes at a time.
+GRADACCUM_INLINE void add_product(const at::Tensor& sum, const at::Tensor& gradient, const at::Tensor& hidden) {
+  if (sum.dtype() == hidden.dtype()) {
+    sum.addmm_(gradient.t(), hidden);
+    return;
+  }
+  constexpr std::int64_t classes_at_once = 4096;
+  for (std::int64_t from = 0; from < sum.size(0); from += classes_at_once) {
+    const auto count = std::min(classes_at_once, sum.size(0) - from);
+    sum.narrow(0, from, count).add_(at::mm(gradient.narrow(1, from, count).t(), hidden));
+  }
+}
+
+/// Returns the share of each token in the mean, 0 if it is ignored.
+GRADACCUM_INLINE at::Tensor shares_of(const at::Tensor& counted, const LinearCrossEntropy& of, at::ScalarType dtype) {
+  auto shares = counted.to(dtype);
+  if (of.weights.defined()) shares.mul_(of.weights);
+  return of.items > 0 ? shares.div_(of.items) : shares;
+}
+
+/// Computes the same by differentiable operations on all logits: save_step records operations, and no functions of
+/// ours.
+GRADACCUM_INLINE std::vector<at::Tensor> by_all_logits(const at::Tensor& hidden, const at::Tensor& weight,
+                                                       const std::optional<at::Tensor>& bias, const at::Tensor& target,
+                                                       const LinearCrossEntropy& of) {
+  const auto logits = at::linear(hidden, weight, bias).to(dtype_of_sums(weight));
+  const auto counted = target.ne(of.ignore_index), logsumexp = logits.logsumexp(1);
+  const auto right = logits.gather(1, at::where(counted, target, 0).unsqueeze(1)).squeeze(1);
+  auto losses = logsumexp - (1 - of.label_smoothing) * right - of.label_smoothing * logits.mean(1);
+  losses = at::where(counted, losses + of.z_loss * logsumexp.square(), 0);
+  return {(losses * shares_of(counted, of, losses.scalar_type())).sum(), losses.detach()};
+}
+
+/// Losses and gradients of all tokens, computed part by part in one pass, or in two.
+class LinearCrossEntropyPass {
+ public:
+  LinearCrossEntropyPass(const LinearCrossEntropy& of, const at::Tensor& hidden, const at::Tensor& weight,
+                         const at::Tensor& bias, const at::Tensor& classes)
+      : of_(of), logits_of_(of, hidden, weight, bias), classes_(classes) {}
+
+  at::Tensor losses = {}, highest = {}, sums = {};  ///< of each token: loss without z-loss, and two numbers of softmax
+  at::Tensor to_hidden = {}, to_weight = {}, to_bias = {};  ///< gradients, of those that are defined
+
+  /// Makes memory for the losses, which `run` then computes.
+  void want_losses(at::ScalarType dtype) {
+    wants_losses_ = true;
+    losses = at::empty(classes_.sizes(), logits_of_.weight().options().dtype(dtype));
+    highest = at::empty_like(losses), sums = at::empty_like(losses);
+  }
+  /// Makes memory for gradients, which `run` then adds to, and for which each token's loss counts by its factor.
+  void want_gradients(const at::Tensor& factors, bool of_hidden, const at::Tensor& weight_sum,
+                      const at::Tensor& bias_sum) {
+    factors_ = factors;
+    if (of_hidden) to_hidden = at::empty_like(logits_of_.all_hidden());
+    to_weight = weight_sum, to_bias = bias_sum;
+  }
+
+  void run() {
+    of_.for_each_part(classes_.size(0), [&](auto part) {
+      const auto logits = logits_of_.of(part(logits_of_.all_hidden()));
+      auto most = part(highest), sum = part(sums);
+      if (wants_losses_) at::amax_out(most, logits, 1);
+      if (wants_losses_) part(losses).copy_(most - wanted(logits, part(classes_)));
+      logits.sub_(most.unsqueeze(1)).exp_();
+      if (wants_losses_) part(losses).add_(at::sum_out(sum, logits, 1).log());
+      if (factors_.defined()) add_gradients(logits, most.unsqueeze(1), sum.unsqueeze(1), part);
+    });
+  }
+
+ private:
+  /// Returns the logit of each token's class, mixed with the mean of all by label smoothing.
+  at::Tensor wanted(const at::Tensor& logits, const at::Tensor& classes) const {
+    const auto right = logits.gather(1, classes.unsqueeze(1)).squeeze(1);
+    return of_.label_smoothing > 0 ? right.lerp(logits.mean(1), of_.label_smoothing) : right;
+  }
+
+  /// Turns `exp(logits - most)` into the gradient of the logits, and multiplies.
+  void add_gradients(const at::Tensor& logits, const at::Tensor& most, const at::Tensor& sum, const auto& part) {
+    const auto factor = part(factors_).unsqueeze(1);
+    logits.mul_(of_.z_loss > 0 ? factor * (1 + 2 * of_.z_loss * (sum.log() + most)) / sum : factor / sum);
+    if (of_.label_smoothing > 0) logits.sub_(factor, of_.label_smoothing / static_cast<double>(logits.size(1)));
+    logits.scatter_add_(1, part(classes_).unsqueeze(1), factor * (of_.label_smoothing - 1));
+    if (to_bias.defined()) to_bias.add_(logits.sum(0));
+    const auto gradient = logits_of_.rounded(logits);
+    if (to_weight.defined()) add_product(to_weight, gradient, part(logits_of_.all_hidden()));
+    if (!to_hidden.defined()) return;
+    auto of_part = part(to_hidden);
+    at::mm_out(of_part, gradient, logits_of_.weight());
+  }
+
+  const LinearCrossEntropy& of_;
+  PartOfLogits logits_of_;
+  at::Tensor classes_, factors_;
+  bool wants_losses_ = false;
+};
+
+class LinearCrossEntropyFunction : public torch::autograd::Function<LinearCrossEntropyFunction> {
+ public:
+  using Context = torch::autograd::AutogradContext;
+  using Tensors = torch::autograd::variable_list;
+
+  /// Returns the mean and the losses of the tokens. `hidden`: [tokens, width]; `target`: [tokens].
+  static Tensors forward(Context* context, const at::Tensor& hidden, const at::Tensor& weight,
+                         const std::optional<at::Tensor>& given_bias, const at::Tensor& target,
+                         const c10::intrusive_ptr<LinearCrossEntropy>& of) {
+    const auto bias = given_bias.value_or(at::Tensor()), counted = target.ne(of->ignore_index);
+    const auto classes = at::where(counted, target, 0);
+    const auto shares = shares_of(counted, *of, dtype_of_sums(weight));
+    LinearCrossEntropyPass pass(*of, hidden, weight, bias, classes);
+    pass.want_losses(shares.scalar_type());
+    if (of->gradients_in_forward)
+      pass.want_gradients(shares, hidden.requires_grad(), zeros_for(weight.requires_grad(), weight, shares),
+                          zeros_for(bias.defined() && bias.requires_grad(), bias, shares));
+    pass.run();
+    of->made = {pass.to_hidden, pass.to_weight, pass.to_bias};
+    if (of->z_loss > 0) pass.losses.add_(pass.sums.log().add_(pass.highest).square_(), of->z_loss);
+    pass.losses.masked_fill_(counted.logical_not(), 0);
+    context->save_for_backward({hidden, weight, bias, classes, shares, pass.highest, pass.sums});
+    context->saved_data["of"] = c10::IValue::make_capsule(of);
+    context->mark_non_differentiable({pass.losses});
+    return {pass.losses.mul(shares).sum(), pass.losses};
+  }
+
+  static Tensors backward(Context* context, const Tensors& seeds) {
+    TORCH_CHECK(!at::GradMode::is_enabled(),
+                "linear_cross_entropy: create_graph must be false, because it has no double backward; for that, "
+                "compute the cross entropy of all logits");
+    if (!seeds[0].defined()) return Tensors(5);
+    const auto of = c10::static_intrusive_pointer_cast<LinearCrossEntropy>(context->saved_data["of"].toCapsule());
+    const auto saved = context->get_saved_variables();
+    const auto &hidden = saved[0], &weight = saved[1], &bias = saved[2];
+    auto gradients = std::exchange(of->made, {});  // a second backward computes them
+    const bool made = std::ranges::any_of(gradients, [](auto& gradient) { return gradient.defined(); });
+    if (made) {
+      for (auto& gradient : gradients)
+        if (gradient.defined()) gradient.mul_(seeds[0]);
+    } else {
+      gradients = computed(
+          *of, saved, seeds[0],
+          {context->needs_input_grad(0), context->needs_input_grad(1), bias.defined() && context->needs_input_grad(2)});
+    }
+    const auto as = [](const at::Tensor& gradient, const at::Tensor& parameter) {
+      return gradient.defined() ? gradient.to(parameter.scalar_type()) : gradient;
+    };
+    return {as(gradients[0], hidden), as(gradients[1], weight), as(gradients[2], bias), {}, {}};
+  }
+
+ private:
+  static at::Tensor zeros_for(bool needed, const at::Tensor& parameter, const at::Tensor& like) {
+    return needed ? at::zeros(parameter.sizes(), like.options()) : at::Tensor();
+  }
+
+  /// Computes gradients from the saved tensors. Adds the weight's to its existing gradient if nothing needs it whole.
+  static std::array<at::Tensor, 3> computed(const LinearCrossEntropy& of, const Tensors& saved, const at::Tensor& seed,
+                                            std::array<bool, 3> needed) {
+    const auto &hidden = saved[0], &weight = saved[1], &bias = saved[2], &classes = saved[3];
+    const auto factors = saved[4] * seed;
+    const bool in_place = needed[1] && weight.is_leaf() && is_added_in_place(weight, factors);
+    std::unique_lock lock(adding_in_place(), std::defer_lock);
+    if (in_place) lock.lock();
+    LinearCrossEntropyPass pass(of, hidden, weight, bias, classes);
+    pass.highest = saved[5], pass.sums = saved[6];
+    pass.want_gradients(factors, needed[0], in_place ? weight.grad() : zeros_for(needed[1], weight, factors),
+                        zeros_for(needed[2], bias, factors));
+    pass.run();
+    if (in_place) say_added(weight);
+    return {pass.to_hidden, in_place ? at::Tensor() : pass.to_weight, pass.to_bias};
+  }
+};
+
+GRADACCUM_INLINE void check_arguments(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
+                                      const LinearCrossEntropyOptions& options) {
+  TORCH_CHECK(hidden.dim() > 0 && weight.dim() == 2 && hidden.size(-1) == weight.size(1) && weight.numel() > 0,
+              "linear_cross_entropy: hidden must be [..., width] and weight [classes, width], got ", hidden.sizes(),
+              " and ", weight.sizes());
+  TORCH_CHECK(target.scalar_type() == at::kLong && target.sizes() == hidden.sizes().slice(0, target.dim()) &&
+                  target.dim() == hidden.dim() - 1,
+              "linear_cross_entropy: target must be int64 in the shape of hidden without its width, ", hidden.sizes(),
+              ", got ", target.scalar_type(), " ", target.sizes());
+  if (target.is_cpu() && !torch::jit::tracer::isTracing()) {  // save_step allows no values on the host
+    const auto outside =
+        target.lt(0).logical_or_(target.ge(weight.size(0))).logical_and_(target.ne(options.ignore_index));
+    TORCH_CHECK(!outside.any().item<bool>(), "linear_cross_entropy: targets must be at least 0 and less than the ",
+                weight.size(0), " classes, or the ignore_index ", options.ignore_index, ", got ",
+                target.masked_select(outside)[0].item<std::int64_t>());
+  }
+  const auto& [bias, weights, ignore_index, label_smoothing, z_loss, memory_budget, items] = options;
+  TORCH_CHECK(!bias.defined() || bias.sizes() == weight.sizes().slice(0, 1),
+              "linear_cross_entropy: bias must be [classes], got ", bias.sizes(), " for ", weight.size(0), " classes");
+  TORCH_CHECK(!weights.defined() || (weights.sizes() == target.sizes() && !weights.requires_grad()),
+              "linear_cross_entropy: weights must have the shape of target, ", target.sizes(),
+              ", and not require gradients, got ", weights.sizes());
+  TORCH_CHECK(label_smoothing >= 0 && label_smoothing <= 1,
+              "linear_cross_entropy: label_smoothing must be in [0, 1], got ", label_smoothing);
+  TORCH_CHECK(z_loss >= 0 && std::isfinite(z_loss), "linear_cross_entropy: z_loss must be finite and >= 0, got ",
+              z_loss);
+  TORCH_CHECK(memory_budget > 0, "linear_cross_entropy: memory_budget must be > 0 bytes, got ", memory_budget);
+  TORCH_CHECK(!items || (*items >= 0 && std::isfinite(*items)),
+              "linear_cross_entropy: items must be finite and >= 0, got ", items.value_or(0));
+}
+
+/// Returns true if forward computes the gradients, which saves the second computation of the logits: if that needs no
+/// second table besides the weight's gradient, and if multiplying by backward's seed later rounds no 16-bit gradients.
+GRADACCUM_INLINE bool are_made_in_forward(const at::Tensor& hidden, const at::Tensor& weight,
+                                          at::ScalarType product_dtype) {
+  if (!at::GradMode::is_enabled() || c10::elementSize(product_dtype) < 4) return false;
+  if (!weight.requires_grad()) return hidden.requires_grad();
+  return !weight.is_leaf() || !weight.grad().defined();
+}
+
+/// Returns the number of tokens whose logits fit into the budget, so that all parts are almost equally large.
+GRADACCUM_INLINE std::int64_t tokens_at_once(std::int64_t tokens, std::int64_t classes, at::ScalarType product_dtype,
+                                             std::int64_t budget) {
+  const auto of_product = static_cast<std::int64_t>(c10::elementSize(product_dtype));
+  const auto of_logit = of_product < 4 ? of_product + 4 : of_product;
+  const auto fitting = std::max<std::int64_t>(budget / (classes * of_logit), 1);
+  const auto parts = std::max<std::int64_t>((tokens + fitting - 1) / fitting, 1);
+  return std::max<std::int64_t>((tokens + parts - 1) / parts, 1);
+}
+
+}  // namespace detail
+
+GRADACCUM_INLINE Loss linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
+                                           const LinearCrossEntropyOptions& options) {
+  detail::check_arguments(hidden, weight, target, options);
+  auto of = c10::make_intrusive<detail::LinearCrossEntropy>();
+  of->ignore_index = options.ignore_index;
+  of->label_smoothing = options.label_smoothing;
+  of->z_loss = options.z_loss;
+  of->product_dtype = detail::dtype_of_products(weight);
+  of->tokens_at_once = detail::tokens_at_once(target.numel(), weight.size(0), of->product_dtype, options.memory_budget);
+  if (options.weights.defined()) of->weights = options.weights.reshape({-1});
+  const auto flat = target.reshape({-1});
+  if (options.items) {
+    of->items = *options.items;
+  } else {
+    const auto counted = flat.ne(options.ignore_index);
+    of->items = (of->weights.defined() ? of->weights.to(at::kDouble).mul(counted).sum() : counted.sum()).item<double>();
+  }
+  of->gradients_in_forward = detail::are_made_in_forward(hidden, weight, of->product_dtype);
+  const auto rows = hidden.reshape({-1, hidden.size(-1)});
+  const auto bias = options.bias.defined() ? std::optional(options.bias) : std::nullopt;
+  const auto results = torch::jit::tracer::isTracing()
+                           ? detail::by_all_logits(rows, weight, bias, flat, *of)
+                           : detail::LinearCrossEntropyFunction::apply(rows, weight, bias, flat, of);
+  return Loss{results[0], of->items}.with(results[1].view(target.sizes()), target);
+}
+
+}  // namespace gradaccum
+
+#undef GRADACCUM_INLINE
