@@ -95,7 +95,7 @@ TEST_CASE("ppo: in mixed precision the loss scale adapts, and updates are those 
   const auto plain = trained(false), mixed = trained(true);
   CHECK(plain->updates() == 32);
   CHECK(mixed->scaler.get_scale() < 65536);  // its first value, by which gradients overflow
-  CHECK(mixed->updates() > 24);          // after that
+  CHECK(mixed->updates() > 24);              // after that
   CHECK(mixed->statistics.isfinite().all().item<bool>());
   CHECK(mixed->statistics[2].item<float>() == Approx(plain->statistics[2].item<float>()).epsilon(0.05));
   CHECK_FALSE(at::equal(testing::flat(mixed->agent), testing::flat(plain->agent)));
