@@ -27,6 +27,7 @@ inline std::vector<Run> runs_to_compare(const Options& given) {
   auto plain = given;
   plain.compile = plain.report = "";
   plain.checkpoint = plain.memory_budget = 0;
+  plain.graphs = given.checkpoint + given.memory_budget == 0;  // their memory is not counted
   const auto name = fmt::format("{} x 1", plain.batch_size);
   std::vector<Run> runs{{name, plain}};
   const auto add = [&](const std::string& of, const auto& change) {

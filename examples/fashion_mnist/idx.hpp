@@ -87,7 +87,7 @@ enum class IdxKind : std::uint32_t { labels = 0x00000801, images = 0x00000803 };
 
 inline constexpr std::int64_t image_side = 28;
 inline constexpr std::int64_t class_count = 10;
-inline constexpr std::int64_t max_idx_items = 1'000'000;  // limits the memory for a hostile file to 784 MB
+inline constexpr std::int64_t max_idx_items = 1'000'000;  // limits a hostile file to 784 MB of bytes
 
 struct IdxFile {
   std::int64_t count = 0;           // images or labels

@@ -103,7 +103,7 @@ using GraphedObjective = ga::GraphedStep<Network, decltype(&objective)>;
 /// memory that checkpoints and budgets save.
 inline Objective training_objective(Setup& setup, const Options& options) {
   if (!options.compile.empty()) return CompiledObjective(setup.model, &objective, options.compile);
-  if (options.checkpoint + options.memory_budget == 0 && !at::Device(options.device).is_cpu())
+  if (options.graphs && options.checkpoint + options.memory_budget == 0 && !at::Device(options.device).is_cpu())
     return GraphedObjective(setup.model, &objective);
   return objective;
 }

@@ -28,6 +28,7 @@ struct Options {
   std::string save, report, tensorboard, profile, record_step, compile;  // paths; empty: none
   std::int64_t checkpoint = 0, memory_budget = 0;                        // bytes; 0: none
   ga::Shard shard = ga::Shard::none;                                     // the state that ranks divide
+  bool graphs = true;                                                    // on a GPU
   bool trainer = false, resume = false, compare = false, compare_micro_batches = false;
 
   torch::Dtype scalar_type() const { return dtype == "float64" ? torch::kFloat64 : torch::kFloat32; }
@@ -48,7 +49,7 @@ inline std::map<std::int64_t, std::int64_t> parse_schedule(const std::string& te
              count < 1'000'000;
     valid &= steps.emplace(epoch, count).second;
   }
-  if (valid && steps.contains(0)) return steps;
+  if (valid && steps.contains(0) && !text.ends_with(',')) return steps;
   throw CLI::ValidationError("--accumulate", "must be a number of batches (4), or one by epoch, from epoch 0 on and " +
                                                  ("each epoch once (0:8,4:2), got '" + text + "'"));
 }
@@ -85,17 +86,21 @@ inline void add_options(CLI::App& app, Options& options) {
           {"none", ga::Shard::none}, {"optimizer", ga::Shard::optimizer}, {"gradients", ga::Shard::gradients}}))
       ->default_str("none");
   bytes("--checkpoint", options.checkpoint, "recompute activations in backward so that the rest fits (12MiB)");
-  path("--compile", options.compile, "train with the step that was recorded and compiled in this directory");
-  path("--record-step", options.record_step, "only record the training step there, for tools/compile_step.py");
+  auto* const compile =
+      path("--compile", options.compile, "train with the step that was recorded and compiled in this directory");
+  path("--record-step", options.record_step, "only record the training step there, for tools/compile_step.py")
+      ->excludes(compile);
 
   app.add_flag("--trainer", options.trainer, "train with ga::Trainer, not the loop written by hand; so do those below");
   auto* const save = path("--save", options.save, "save states in this directory, also on SIGINT and SIGTERM");
   app.add_option("--save-every", options.save_every, "updates from state to state")->needs(save)->check(positive);
   app.add_flag("--resume", options.resume, "continue from the newest state of --save, if there is one")->needs(save);
-  path("--report", options.report, "write a page of curves there (.html); with --compare of all runs");
+  auto* const report =
+      path("--report", options.report, "write a page of curves there (.html); with --compare of all runs");
   auto* const board = path("--tensorboard", options.tensorboard, "write curves for TensorBoard in this directory");
   auto* const profile = path("--profile", options.profile, "write where the time of updates 11 to 13 goes, there");
-  bytes("--memory-budget", options.memory_budget, "split batches so that activations and gradients fit (12MiB)");
+  auto* const budget =
+      bytes("--memory-budget", options.memory_budget, "split batches so that activations and gradients fit (12MiB)");
 
   app.add_flag("--compare", options.compare,
                "train with --batch-size B, with B/4 accumulated over 4 steps, and with B in bfloat16, compiled, with "
@@ -103,10 +108,13 @@ inline void add_options(CLI::App& app, Options& options) {
       ->excludes(accumulate, amp, save, board, profile);
   app.add_flag("--compare-micro-batches", options.compare_micro_batches,
                "train with micro-batches of 4 x 16 and of 1 x 64, and print time and memory of both")
-      ->excludes(accumulate, amp, save, board, profile, app.get_option("--compare"), app.get_option("--batch-size"));
+      ->excludes(accumulate, amp, save, board, profile, report, budget, compile, app.get_option("--compare"),
+                 app.get_option("--batch-size"));
 }
 
 inline void check_together(Options& options) {
+  if (!options.compile.empty() && options.checkpoint > 0 && !options.compare)
+    throw CLI::ValidationError("--compile", "a compiled step recomputes nothing: leave out --checkpoint");
   if (options.mixed_precision() && options.dtype != "float32")
     throw CLI::ValidationError("--amp", "needs --dtype float32, got " + options.dtype);
   if (options.compare && options.batch_size % 4 != 0)

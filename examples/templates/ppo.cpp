@@ -145,6 +145,7 @@ struct Training {
     const at::NoGradGuard no_grad;
     const auto steps = hyper.num_steps, envs = hyper.num_envs;
     const auto device = agent->parameters()[0].device();
+    const ga::Autocast autocast(device, torch::kHalf, hyper.fp16);
     const auto observation = torch::empty({steps + 1, envs, Environment::observations});
     const auto action = torch::empty({steps, envs}, torch::kLong);
     const auto reward = torch::empty({steps, envs}), ended = torch::empty({steps, envs});
@@ -155,7 +156,7 @@ struct Training {
                              now.mutable_data_ptr<float>() + i * Environment::observations);
       if (t < steps) act(now.to(device), action[t], reward[t], ended[t]);
     }
-    const auto values = agent->critic->forward(observation.to(device)).squeeze(2).cpu();
+    const auto values = agent->critic->forward(observation.to(device)).squeeze(2).to(torch::kFloat).cpu();
     const auto value = values.slice(0, 0, steps), goes_on = 1 - ended;
     const auto error = reward + hyper.gamma * values.slice(0, 1) * goes_on - value,
                advantage = torch::empty_like(error);

@@ -19,7 +19,7 @@ struct LinearCrossEntropyOptions {
   double label_smoothing = 0;        ///< in [0, 1]: this part of each target is spread over all classes
   double z_loss = 0;                 ///< adds this times the square of the logits' logsumexp
   std::int64_t memory_budget = std::int64_t{128} << 20;  ///< bytes of logits at a time, but at least one token
-  std::optional<double> items = {};  ///< the sum of the weights of counted tokens, if the host knows it
+  std::optional<double> items = {};  ///< the loss's `items`, if the host knows them; `mean` does not depend on it
 };
 
 /// Computes `cross_entropy(linear(hidden, weight), target)` without making all logits: as the last layer of a language
@@ -41,7 +41,12 @@ struct LinearCrossEntropyOptions {
 /// The gradient of `weight` is summed over the logits' parts in float32, also for 16-bit weights.
 ///
 /// Memory. Backward adds to an existing gradient of `weight` in place, as `embedding` does, so that a window has one
-/// table, also with tied weights. For a first gradient, 16-bit weights or a hook it makes a table in float32.
+/// table, also with tied weights. For a first gradient, 16-bit weights, a hook or inside `SavedTensorHooks` a table in
+/// float32 is made; one that forward has made is held until backward. Autocast's 16-bit copy of `weight` is not
+/// counted.
+///
+/// Steps that are captured or compiled keep the host's `items`: give `.items = 1`, and weigh the result outside, by
+/// `ga::Loss{step(batch).mean, tokens}`. `save_step` records the operations of all logits.
 ///
 /// @note Counting the tokens synchronizes with a device, unless `.items` is given. Double backward is an error.
 Loss linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,

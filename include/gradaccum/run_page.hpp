@@ -168,7 +168,7 @@ class RunPage {
     number(name, static_cast<double>(value), std::move(text));
   }
 
-  /// Shows drawings side by side, such as frames of an episode. Throws if a coordinate is not finite.
+  /// Shows at most 100 drawings side by side, such as frames of an episode. Throws if a number is not finite.
   void draw(std::string_view name, const std::vector<Drawing>& drawings);
 
   /// Writes the page if it has not been written for `every`.

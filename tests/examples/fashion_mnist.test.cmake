@@ -108,9 +108,12 @@ set(small "([0-9.]+e-1[0-9]|0\\.0e\\+00)\n")
 expect_match("${output}" "\n8 x 4${row}${small}32 x 1 checkpointed${row}0\\.0e\\+00\n32 x 1 in budget${row}${small}\n")
 
 # A budget that is too small is the library's error, with either loop.
-foreach(loop "" --trainer)
-  expect_error(1 "CheckpointedSequential: memory_budget must be at least" --data "${DIRECTORY}" --record-step
-    "${DIRECTORY}/step" --checkpoint 1KiB ${loop})
+foreach(loop --trainer --lr=0.1)
+  run(--data "${DIRECTORY}" --device cpu --checkpoint 1KiB ${loop})
+  expect_match("${errors}" "^fashion_mnist: CheckpointedSequential: memory_budget must be at least [0-9]+ bytes [^\n]*, got 1024\n$")
+  if(NOT status EQUAL 1)
+    message(FATAL_ERROR "--checkpoint 1KiB ${loop}: status ${status}\n${output}")
+  endif()
 endforeach()
 
 # Saves and resumes: two epochs in one run and in two runs give the same output.
@@ -206,6 +209,9 @@ foreach(mode --compare --compare-micro-batches)
   expect_error(2 "excludes" ${mode} --save x)
 endforeach()
 expect_error(2 "excludes" --compare-micro-batches --batch-size 2)
+expect_error(2 "excludes" --compare-micro-batches --memory-budget 1MiB)
+expect_error(2 "excludes" --compile x --record-step y)
+expect_error(2 "leave out --checkpoint" --compile x --checkpoint 1MiB)
 expect_error(2 "excludes" --compare-micro-batches --compare)
 expect_error(2 "--resume requires --save" --resume)
 expect_error(2 "--save-every requires --save" --save-every 3)

@@ -92,7 +92,7 @@ TEST_CASE("FashionMNIST: a device replays steps as graphs without changing param
   CHECK(report.replayed == 8);
   CHECK(report.eager == 0);
 
-  options.checkpoint = 1 * ga::GiB;  // which nothing exceeds, so that steps are only not captured
+  options.graphs = false;
   CHECK(at::equal(trained(options, false, data).parameters, replayed.parameters));
 }
 
@@ -124,8 +124,8 @@ TEST_CASE("FashionMNIST: --accumulate is a number or a schedule by epoch") {
   using Schedule = std::map<std::int64_t, std::int64_t>;
   CHECK(parse_schedule("4") == Schedule{{0, 4}});
   CHECK(parse_schedule("4:2,0:8") == Schedule{{0, 8}, {4, 2}});
-  for (const std::string text : {"", "0", "-1", "x", "1.5", "4,3", "1:2", "0:2,0:3", "0:", ":2", "0:0", "0:2:3",
-                                 "0:2,,", "-1:2,0:2", "99999999999999999999"}) {
+  for (const std::string text : {"", "0", "-1", "x", "1.5", "4,3", "1:2", "0:2,0:3", "0:", ":2", "0:0", "0:2:3", "0:2,",
+                                 "4,", "-1:2,0:2", "99999999999999999999"}) {
     CAPTURE(text);
     CHECK_THROWS_AS(parse_schedule(text), CLI::ValidationError);
   }

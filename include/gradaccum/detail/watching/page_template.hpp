@@ -13,7 +13,7 @@ inline constexpr std::string_view page_before_json = R"html(<!DOCTYPE html>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; base-uri 'none'; form-action 'none';
 style-src 'sha256-snIschjfrzKmSZ4m8z+QRci/DBCHRCG2TY34TX3ftq4=';
-script-src 'sha256-4ah3jAiu9I2RcwlrjGe4UGvgLX7b2YDPUM6lt5DW9ms='">
+script-src 'sha256-JvO8txReFisUvlZjaU2B9oSrw2c/A8caIwCmTkxPC6w='">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>Training</title>
@@ -316,7 +316,7 @@ for (const [name, frames] of run.drawings) {
   const article = make(find('#drawings'), 'article');
   make(article, 'h3', clean(name, 60));
   const row = make(article, 'div', '', {class: 'frames'});
-  for (const [width, height, caption, lines] of frames.slice(0, 100)) {
+  for (const [width, height, caption, lines] of frames) {
     const frame = make(row, 'div'), svg = frame.appendChild(find('svg', template).cloneNode());
     svg.setAttribute('viewBox', `0 0 ${width} ${height}`);
     svg.setAttribute('aria-label', clean(joined([name, caption]), 200));

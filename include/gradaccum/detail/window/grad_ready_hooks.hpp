@@ -54,7 +54,7 @@ bool has_no_hooks(const at::Tensor& parameter);
 /// Returns true if, in a backward pass, LibTorch would add a gradient of this kind to the existing one in place, and
 /// nothing needs the whole gradient. A function may then add parts to `.grad` itself, and call `say_added`.
 bool is_added_in_place(const at::Tensor& parameter, const at::Tensor& gradient);
-/// Held while parts are added, as LibTorch guards each gradient if several threads run backward.
+/// Held while a function adds a part, because several threads may run backward of one parameter.
 std::mutex& adding_in_place();
 /// Calls the listeners after a part has been added to this parameter's gradient.
 void say_added(const at::Tensor& parameter);

@@ -274,7 +274,8 @@ GRADACCUM_INLINE void RunPage::number(std::string_view name, double value, std::
 
 GRADACCUM_INLINE void RunPage::draw(std::string_view name, const std::vector<Drawing>& drawings) {
   auto all = nlohmann::json::array();
-  for (auto& drawing : drawings) all.push_back(detail::json_drawing(drawing));
+  for (auto& drawing : std::span(drawings).first(std::min<std::size_t>(drawings.size(), 100)))
+    all.push_back(detail::json_drawing(drawing));
   detail::put_row(content_->drawings, {name, std::move(all)});
 }
 

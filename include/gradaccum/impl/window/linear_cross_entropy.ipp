@@ -106,11 +106,12 @@ GRADACCUM_INLINE void add_product(const at::Tensor& sum, const at::Tensor& gradi
   }
 }
 
-/// Returns the share of each token in the mean, 0 if it is ignored.
+/// Returns the share of each token in the mean, 0 if it is ignored. Divides by a tensor, not by the host's `items`,
+/// which a captured or compiled step would keep.
 GRADACCUM_INLINE at::Tensor shares_of(const at::Tensor& counted, const LinearCrossEntropy& of, at::ScalarType dtype) {
-  auto shares = counted.to(dtype);
-  if (of.weights.defined()) shares.mul_(of.weights);
-  return of.items > 0 ? shares.div_(of.items) : shares;
+  const auto weights = of.weights.defined() ? at::where(counted, of.weights.to(dtype), 0) : counted.to(dtype);
+  const auto sum = weights.sum();
+  return weights / at::where(sum.ne(0), sum, 1);
 }
 
 /// Computes the same by differentiable operations on all logits: save_step records operations, and no functions of
@@ -121,7 +122,8 @@ GRADACCUM_INLINE std::vector<at::Tensor> by_all_logits(const at::Tensor& hidden,
   const auto logits = at::linear(hidden, weight, bias).to(dtype_of_sums(weight));
   const auto counted = target.ne(of.ignore_index), logsumexp = logits.logsumexp(1);
   const auto right = logits.gather(1, at::where(counted, target, 0).unsqueeze(1)).squeeze(1);
-  auto losses = logsumexp - (1 - of.label_smoothing) * right - of.label_smoothing * logits.mean(1);
+  auto losses = logsumexp - (1 - of.label_smoothing) * right;
+  if (of.label_smoothing > 0) losses = losses - of.label_smoothing * logits.mean(1);
   losses = at::where(counted, losses + of.z_loss * logsumexp.square(), 0);
   return {(losses * shares_of(counted, of, losses.scalar_type())).sum(), losses.detach()};
 }
@@ -144,8 +146,8 @@ class LinearCrossEntropyPass {
   }
   /// Makes memory for gradients, which `run` then adds to, and for which each token's loss counts by its factor.
   void want_gradients(const at::Tensor& factors, bool of_hidden, const at::Tensor& weight_sum,
-                      const at::Tensor& bias_sum) {
-    factors_ = factors;
+                      const at::Tensor& bias_sum, bool adds_in_place = false) {
+    factors_ = factors, adds_in_place_ = adds_in_place;
     if (of_hidden) to_hidden = at::empty_like(logits_of_.all_hidden());
     to_weight = weight_sum, to_bias = bias_sum;
   }
@@ -166,7 +168,8 @@ class LinearCrossEntropyPass {
   /// Returns the logit of each token's class, mixed with the mean of all by label smoothing.
   at::Tensor wanted(const at::Tensor& logits, const at::Tensor& classes) const {
     const auto right = logits.gather(1, classes.unsqueeze(1)).squeeze(1);
-    return of_.label_smoothing > 0 ? right.lerp(logits.mean(1), of_.label_smoothing) : right;
+    if (of_.label_smoothing == 0) return right;
+    return (1 - of_.label_smoothing) * right + of_.label_smoothing * logits.mean(1);
   }
 
   /// Turns `exp(logits - most)` into the gradient of the logits, and multiplies.
@@ -177,7 +180,10 @@ class LinearCrossEntropyPass {
     logits.scatter_add_(1, part(classes_).unsqueeze(1), factor * (of_.label_smoothing - 1));
     if (to_bias.defined()) to_bias.add_(logits.sum(0));
     const auto gradient = logits_of_.rounded(logits);
-    if (to_weight.defined()) add_product(to_weight, gradient, part(logits_of_.all_hidden()));
+    if (to_weight.defined()) {
+      const auto lock = adds_in_place_ ? std::unique_lock(adding_in_place()) : std::unique_lock<std::mutex>();
+      add_product(to_weight, gradient, part(logits_of_.all_hidden()));
+    }
     if (!to_hidden.defined()) return;
     auto of_part = part(to_hidden);
     at::mm_out(of_part, gradient, logits_of_.weight());
@@ -186,7 +192,7 @@ class LinearCrossEntropyPass {
   const LinearCrossEntropy& of_;
   PartOfLogits logits_of_;
   at::Tensor classes_, factors_;
-  bool wants_losses_ = false;
+  bool wants_losses_ = false, adds_in_place_ = false;
 };
 
 class LinearCrossEntropyFunction : public torch::autograd::Function<LinearCrossEntropyFunction> {
@@ -251,12 +257,10 @@ class LinearCrossEntropyFunction : public torch::autograd::Function<LinearCrossE
     const auto &hidden = saved[0], &weight = saved[1], &bias = saved[2], &classes = saved[3];
     const auto factors = saved[4] * seed;
     const bool in_place = needed[1] && weight.is_leaf() && is_added_in_place(weight, factors);
-    std::unique_lock lock(adding_in_place(), std::defer_lock);
-    if (in_place) lock.lock();
     LinearCrossEntropyPass pass(of, hidden, weight, bias, classes);
     pass.highest = saved[5], pass.sums = saved[6];
     pass.want_gradients(factors, needed[0], in_place ? weight.grad() : zeros_for(needed[1], weight, factors),
-                        zeros_for(needed[2], bias, factors));
+                        zeros_for(needed[2], bias, factors), in_place);
     pass.run();
     if (in_place) say_added(weight);
     return {pass.to_hidden, in_place ? at::Tensor() : pass.to_weight, pass.to_bias};
@@ -268,8 +272,7 @@ GRADACCUM_INLINE void check_arguments(const at::Tensor& hidden, const at::Tensor
   TORCH_CHECK(hidden.dim() > 0 && weight.dim() == 2 && hidden.size(-1) == weight.size(1) && weight.numel() > 0,
               "linear_cross_entropy: hidden must be [..., width] and weight [classes, width], got ", hidden.sizes(),
               " and ", weight.sizes());
-  TORCH_CHECK(target.scalar_type() == at::kLong && target.sizes() == hidden.sizes().slice(0, target.dim()) &&
-                  target.dim() == hidden.dim() - 1,
+  TORCH_CHECK(target.scalar_type() == at::kLong && target.sizes() == hidden.sizes().slice(0, hidden.dim() - 1),
               "linear_cross_entropy: target must be int64 in the shape of hidden without its width, ", hidden.sizes(),
               ", got ", target.scalar_type(), " ", target.sizes());
   if (target.is_cpu() && !torch::jit::tracer::isTracing()) {  // save_step allows no values on the host
@@ -285,6 +288,9 @@ GRADACCUM_INLINE void check_arguments(const at::Tensor& hidden, const at::Tensor
   TORCH_CHECK(!weights.defined() || (weights.sizes() == target.sizes() && !weights.requires_grad()),
               "linear_cross_entropy: weights must have the shape of target, ", target.sizes(),
               ", and not require gradients, got ", weights.sizes());
+  if (weights.defined() && weights.is_cpu() && !torch::jit::tracer::isTracing())
+    TORCH_CHECK(!weights.lt(0).any().item<bool>(), "linear_cross_entropy: weights must be >= 0, got ",
+                weights.min().item<double>());
   TORCH_CHECK(label_smoothing >= 0 && label_smoothing <= 1,
               "linear_cross_entropy: label_smoothing must be in [0, 1], got ", label_smoothing);
   TORCH_CHECK(z_loss >= 0 && std::isfinite(z_loss), "linear_cross_entropy: z_loss must be finite and >= 0, got ",
@@ -330,15 +336,15 @@ GRADACCUM_INLINE Loss linear_cross_entropy(const at::Tensor& hidden, const at::T
     of->items = *options.items;
   } else {
     const auto counted = flat.ne(options.ignore_index);
-    of->items = (of->weights.defined() ? of->weights.to(at::kDouble).mul(counted).sum() : counted.sum()).item<double>();
+    of->items = (of->weights.defined() ? at::where(counted, of->weights, 0).sum() : counted.sum()).item<double>();
   }
-  of->gradients_in_forward = detail::are_made_in_forward(hidden, weight, of->product_dtype);
+  of->gradients_in_forward = of->items > 0 && detail::are_made_in_forward(hidden, weight, of->product_dtype);
   const auto rows = hidden.reshape({-1, hidden.size(-1)});
   const auto bias = options.bias.defined() ? std::optional(options.bias) : std::nullopt;
   const auto results = torch::jit::tracer::isTracing()
                            ? detail::by_all_logits(rows, weight, bias, flat, *of)
                            : detail::LinearCrossEntropyFunction::apply(rows, weight, bias, flat, of);
-  return Loss{results[0], of->items}.with(results[1].view(target.sizes()), target);
+  return Loss{results[0], of->items}.with(results[1].view_as(target), target);
 }
 
 }  // namespace gradaccum
