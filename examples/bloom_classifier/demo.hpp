@@ -69,7 +69,7 @@ inline void demo(Options options) {
   options.learning_rate = 1e-3;  // high, because the model is untrained
   std::string table = fmt::format("{:>10} {:>10} {:>14} {:>10} {:>12}\n", "accumulate", "time", "test accuracy",
                                   "updates", "peak memory");
-  if (!options.record_step.empty()) {
+  if (!options.record_step.empty() || options.task == "causal-lm") {
     train(options);
     return;
   }

@@ -43,6 +43,7 @@ struct Options {
   std::int64_t max_length = 1024;
   std::int64_t micro_batch = 1;
   std::int64_t accumulate = 8;
+  std::string task = "classification";
   std::int64_t epochs = 1;
   std::int64_t updates = 0;         // limit; 0: none
   double minutes = 0;               // limit; 0: none
@@ -106,6 +107,8 @@ inline void add_training(CLI::App& app, Options& options) {
   auto* test = app.add_option("--test", options.test, "the same; without both, --train is split: 70, 10 and 20 %");
   validation->needs(train)->needs(test);
   test->needs(train)->needs(validation);
+  app.add_option("--task", options.task, "causal-lm: pre-train, on each next word of the texts")
+      ->check(CLI::IsMember({"classification", "causal-lm"}));
   app.add_option("--micro-batch", options.micro_batch, "reviews of one forward and backward pass")
       ->check(CLI::Range(1, 1 << 16));
   app.add_option("--accumulate", options.accumulate, "micro-batches that make one update")
@@ -269,6 +272,11 @@ inline void add_options(CLI::App& app, Options& options) {
 }
 
 inline void check_together(const Options& options) {
+  if (options.task == "causal-lm" &&
+      (options.in_backward || options.memory_budget > 0 || !options.record_step.empty() || !options.compile.empty() ||
+       !options.profile.empty()))
+    throw std::invalid_argument(
+        "--task causal-lm: leave out --in-backward, --memory-budget, --record-step, --compile and --profile");
   if (options.demo || options.make) return;
   if (options.model.empty()) throw std::invalid_argument("--model must be given, or make or --demo");
   if (!options.predict && options.train.empty()) throw std::invalid_argument("--train must be given, or predict");

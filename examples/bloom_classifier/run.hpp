@@ -5,6 +5,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <cmath>
 #include <csignal>
 #include <cstddef>
 #include <cstdint>
@@ -16,6 +17,7 @@
 #include <vector>
 
 #include "encoded_reviews.hpp"
+#include "language_model.hpp"
 #include "model_folder.hpp"
 #include "objective.hpp"
 #include "options.hpp"
@@ -24,9 +26,13 @@
 
 namespace bloom {
 
-inline void print_summary(const Trained& trained, const ReviewSplit& reviews) {
+inline void print_summary(const Trained& trained, const ReviewSplit& reviews, const Options& options) {
   std::ostringstream report;
   report << trained.report;
+  if (options.task == "causal-lm") {
+    fmt::print("Test perplexity {:.2f}\n\n{}", std::exp(trained.test["loss"]), report.str());
+    return;
+  }
   const auto tokens = static_cast<double>(trained.tokens), padded = static_cast<double>(trained.padded);
   fmt::print("Test accuracy {:.2f}%\n\n{}", 100 * trained.test["accuracy"], report.str());
   if (trained.peak_bytes > 0)
@@ -65,14 +71,14 @@ inline Trained train(const Options& options) {
     record_step(folder, ids.train, options);
     return {};
   }
-  auto trained = fit(folder, ids, options);
+  auto trained = options.task == "causal-lm" ? fit_language_model(folder, ids, options) : fit(folder, ids, options);
   trained.peak_bytes = meter ? meter->peak_bytes() : 0;
   if (const int signal = trained.report.signal; signal != 0) {
     fmt::print("Stopped by {} and saved in {}: with --resume the training goes on from there\n",
                signal == SIGINT ? "SIGINT" : "SIGTERM", options.states());
     return trained;
   }
-  print_summary(trained, reviews);
+  print_summary(trained, reviews, options);
   if (!options.save.empty() && options.group.rank() == 0) {
     save_model_folder(folder, options.save);
     fmt::print("Saved in {}\n", options.save);

@@ -37,6 +37,19 @@ expect_match("${output}" "\n==> 8 micro-batches of one review an update\n${train
 expect_match("${output}" "\n==> 16 micro-batches of one review an update\n${training}")
 expect_match("${output}" "accumulate +time +test accuracy +updates +peak memory\n +1 .* 42 .*\n +8 .* 6 .*\n +16 .* 3 ")
 
+# Pre-trains on the demo's texts. The saved folder can be fine-tuned.
+set(learned "${DIRECTORY}/pretrained")
+succeed(--model "${files}" --train "${files}/reviews.csv" --task causal-lm --save "${learned}" --threads 1)
+set(number "([0-9]+[.][0-9][0-9])")
+set(lines "^${heading}Perplexity before: ${number}\n.*Update 6 . Val perplexity: ${number}\nTest perplexity ${number}\n")
+if(NOT output MATCHES "${lines}" OR NOT CMAKE_MATCH_3 LESS CMAKE_MATCH_1)
+  message(FATAL_ERROR "the perplexity must fall:\n${output}")
+endif()
+succeed(--model "${learned}" --train "${files}/reviews.csv" --updates 1 --threads 1)
+foreach(option --in-backward --memory-budget=1MB --compile=x)
+  expect_error(2 "--task causal-lm: leave out" --model "${files}" --train "${files}/reviews.csv" --task causal-lm ${option})
+endforeach()
+
 # Uses the demo's files: trains, saves and predicts.
 set(train --model "${files}" --train "${files}/reviews.csv" --threads 1 --lr 0.001 --micro-batch 2 --accumulate 4)
 succeed(${train} --epochs 2 --save "${DIRECTORY}/saved" --save-every 4 --optimizer adamw)

@@ -69,6 +69,35 @@ Outcome outcome_of(const Options& options, int stop_after = 0, std::uint64_t see
 
 }  // namespace
 
+TEST_CASE("bloom: a language model learns each next word, and no padding") {
+  const testing::Directory directory;
+  bloom::make_demo_files(directory / "files", 30, 1);
+  auto folder = bloom::open_model_folder(directory / "files", 2, "cpu", torch::kDouble);
+  const auto ids = torch::tensor({{5, 9, 2, 7}, {8, 4, folder.padding(), folder.padding()}}, torch::kLong);
+  const ga::data::SequenceBatch batch{.data = ids,
+                                      .target = torch::zeros({2}, torch::kLong),
+                                      .lengths = torch::tensor({4, 2}, torch::kLong),
+                                      .target_lengths = {},
+                                      .indices = torch::arange(2),
+                                      .tokens = 6};
+  const auto loss = bloom::next_word_objective(folder.model, batch);
+  CHECK(loss.items == 4);
+  // By all logits, of each text alone, whose last token predicts nothing.
+  at::Tensor sum = torch::zeros({}, torch::kDouble);
+  auto& transformer = *folder.model->transformer;
+  for (const auto& text : {ids.slice(0, 0, 1), ids.slice(0, 1, 2).slice(1, 0, 2)}) {
+    const auto logits = transformer.all_tokens(text)[0].matmul(transformer.word_embeddings->weight.t());
+    for (std::int64_t i = 0; i + 1 < text.size(1); ++i)
+      sum = sum - logits[i].log_softmax(0)[text[0][i + 1].item<std::int64_t>()];
+  }
+  CHECK(loss.mean.item<double>() == Approx(sum.item<double>() / 4).epsilon(1e-12));
+  loss.backward();
+  const auto gradient = transformer.word_embeddings->weight.grad().clone();
+  folder.model->zero_grad();
+  (sum / 4).backward();
+  CHECK(at::allclose(gradient, transformer.word_embeddings->weight.grad(), 1e-10, 1e-12));
+}
+
 TEST_CASE("bloom: stopped in the middle of an epoch or of a window, a training resumes bitwise") {
   const testing::Directory directory;
   bloom::make_demo_files(directory / "files", 30, 1);

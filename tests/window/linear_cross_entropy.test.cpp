@@ -346,7 +346,8 @@ TEST_CASE("linear_cross_entropy: on a device, also in graphs, it is the host's",
 
 TEST_CASE("linear_cross_entropy: arguments that do not fit, and a second derivative") {
   const Layer layer;
-  const auto& [hidden, weight, bias, target, weights] = layer;
+  const auto &hidden = layer.hidden, &weight = layer.weight, &bias = layer.bias, &target = layer.target,
+             &weights = layer.weights;
   const auto loss_of = [&](Options options) { return ga::linear_cross_entropy(hidden, weight, target, options); };
   REQUIRE_ERROR("hidden must be [..., width] and weight [classes, width], got [11, 6] and [6, 37]",
                 ga::linear_cross_entropy(hidden, weight.t(), target));

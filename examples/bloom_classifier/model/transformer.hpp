@@ -40,6 +40,11 @@ class BloomModelImpl : public torch::nn::Module {
     return ln_f->forward(last_block_->forward_at(hidden, index)).squeeze(1);  // only one token is needed
   }
 
+  /// Maps ids [n, t] to the hidden states [n, t, hidden_size] of all tokens, for a language model.
+  at::Tensor all_tokens(const at::Tensor& ids) {
+    return ln_f->forward(last_block_->forward(all_but_the_last(ids, /*lengths=*/{})));
+  }
+
   /// Maps packed rows of ids, [1, all tokens], concatenated without padding, and their `lengths`, int64 [n] on the CPU,
   /// to the hidden states [n, hidden_size] of the last token of each row. Only attention uses `lengths`.
   at::Tensor forward_packed(const at::Tensor& ids, const at::Tensor& lengths) {

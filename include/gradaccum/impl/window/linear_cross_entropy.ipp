@@ -272,7 +272,8 @@ GRADACCUM_INLINE void check_arguments(const at::Tensor& hidden, const at::Tensor
   TORCH_CHECK(hidden.dim() > 0 && weight.dim() == 2 && hidden.size(-1) == weight.size(1) && weight.numel() > 0,
               "linear_cross_entropy: hidden must be [..., width] and weight [classes, width], got ", hidden.sizes(),
               " and ", weight.sizes());
-  TORCH_CHECK(target.scalar_type() == at::kLong && target.sizes() == hidden.sizes().slice(0, hidden.dim() - 1),
+  TORCH_CHECK(target.scalar_type() == at::kLong &&
+                  target.sizes() == hidden.sizes().slice(0, static_cast<std::size_t>(hidden.dim() - 1)),
               "linear_cross_entropy: target must be int64 in the shape of hidden without its width, ", hidden.sizes(),
               ", got ", target.scalar_type(), " ", target.sizes());
   if (target.is_cpu() && !torch::jit::tracer::isTracing()) {  // save_step allows no values on the host
