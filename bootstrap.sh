@@ -385,12 +385,10 @@ demo_of_reinforcement() {
 }
 
 demo() {
+  local example=fashion_mnist options=() compile="" index
   case ${1-} in
     export) demo_of_exports "${@:2}"; return ;;
     rl) demo_of_reinforcement "${@:2}"; return ;;
-  esac
-  local example=fashion_mnist options=() compile="" index
-  case ${1-} in
     bloom) example=bloom_classifier; shift ;;
     "" | -*) ;;
     *) refuse "there is no demo '$1'" ;;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The last layer and the loss of a language model, forward and backward of a window's first and second micro-batch:
-// ga::linear_cross_entropy, which makes some logits at a time, against all logits. Time, and the peak of memory besides
+// ga::linear_cross_entropy, which makes some logits at a time, against all logits. Time, and the peak of memory without
 // hidden states, weights and, in the second, their gradients. Bound: the layer's three products alone. With --on-device
 // on a GPU, whose weights are float32 under autocast in bfloat16. python/linear_cross_entropy.py has Python's.
 

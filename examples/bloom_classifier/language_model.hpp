@@ -48,11 +48,7 @@ inline Trained fit_language_model(ModelFolder& folder, const EncodedSplit& texts
                       Perplexity{}, stopping_early(options), tensorboard(options), report(options), saving(options));
   fmt::print("Perplexity before: {:.2f}\n", std::exp(trainer.evaluate(test)["loss"]));
   Trained trained;
-  trained.report = trainer.fit(batches, {.epochs = options.epochs,
-                                         .updates = options.most_updates(),
-                                         .time = options.most_time(),
-                                         .resume = options.resume ? options.states() : std::string(),
-                                         .measure_memory = true});
+  trained.report = trainer.fit(batches, fit_options(options));
   if (trained.report.signal == 0) trained.test = trainer.evaluate(test);
   return trained;
 }

@@ -66,6 +66,14 @@ struct StepInBackward {
   }
 };
 
+inline ga::FitOptions fit_options(const Options& options) {
+  return {.epochs = options.epochs,
+          .updates = options.most_updates(),
+          .time = options.most_time(),
+          .resume = options.resume ? options.states() : std::string(),
+          .measure_memory = options.profile.empty()};
+}
+
 /// Trains the model. `more`: further policies.
 template <class... More>
 Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& options, More... more) {
@@ -98,11 +106,7 @@ Trained fit(ModelFolder& folder, const EncodedSplit& reviews, const Options& opt
       ga::Validate(validation, {.every_updates = options.validate_every_updates(), .every_epochs = 1}, ga::Accuracy{}),
       Lines{.every = options.log_every, .group = options.group}, stopping_early(options), tensorboard(options),
       report(options), std::move(more)..., saving(options));
-  trained.report = trainer.fit(batches, {.epochs = options.epochs,
-                                         .updates = options.most_updates(),
-                                         .time = options.most_time(),
-                                         .resume = options.resume ? options.states() : std::string(),
-                                         .measure_memory = options.profile.empty()});
+  trained.report = trainer.fit(batches, fit_options(options));
   print_profile(trainer);
   print_steps(learned);
   if (options.memory_budget > 0) fmt::print("{}", fmt::streamed(trainer.template policy<ga::FitMemory>().plan()));

@@ -11,8 +11,6 @@
 /// Trains several times from the same seed, and prints a table. A program of your own needs none of this.
 namespace fashion_mnist {
 
-inline constexpr std::int64_t compared_steps = 4;  // --compare compares a batch of B to B/4 accumulated over 4 steps
-
 struct Run {
   std::string name;
   Options options;

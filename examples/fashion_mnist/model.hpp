@@ -13,7 +13,7 @@
 #include "dataset.hpp"
 #include "options.hpp"
 
-/// What both loops train: the network, its loss, the optimizer and the batches.
+/// Defines what both loops train: the network, its loss, the optimizer and the batches.
 namespace fashion_mnist {
 
 inline constexpr std::int64_t hidden_size = 512;

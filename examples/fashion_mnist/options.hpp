@@ -18,6 +18,8 @@ namespace fashion_mnist {
 
 namespace ga = gradaccum;
 
+inline constexpr std::int64_t compared_steps = 4;  // --compare compares a batch of B to B/4 accumulated over 4 steps
+
 struct Options {
   std::int64_t depth = 2, batch_size = 64, epochs = 20, save_every = 500, seed = 0;
   std::map<std::int64_t, std::int64_t> accumulate{{0, 1}};  // batches per update, by the epoch from which they apply
@@ -117,9 +119,9 @@ inline void check_together(Options& options) {
     throw CLI::ValidationError("--compile", "a compiled step recomputes nothing: leave out --checkpoint");
   if (options.mixed_precision() && options.dtype != "float32")
     throw CLI::ValidationError("--amp", "needs --dtype float32, got " + options.dtype);
-  if (options.compare && options.batch_size % 4 != 0)
-    throw CLI::ValidationError("--compare",
-                               "--batch-size must be a multiple of 4, got " + std::to_string(options.batch_size));
+  if (options.compare && options.batch_size % compared_steps != 0)
+    throw CLI::ValidationError(
+        "--compare", fmt::format("--batch-size must be a multiple of {}, got {}", compared_steps, options.batch_size));
   options.trainer |= options.memory_budget > 0 || !options.save.empty() || !options.report.empty() ||
                      !options.tensorboard.empty() || !options.profile.empty();
 }

@@ -35,7 +35,7 @@ namespace detail {
 /// Settings of one call, which backward needs again.
 struct LinearCrossEntropy final : torch::CustomClassHolder {
   std::int64_t ignore_index = 0, tokens_at_once = 1;
-  double label_smoothing = 0, z_loss = 0, items = 0;
+  double label_smoothing = 0, z_loss = 0;
   at::ScalarType product_dtype = at::kFloat;
   at::Tensor weights = {};              // of the tokens
   bool gradients_in_forward = false;    // in one pass with the losses
@@ -301,6 +301,11 @@ GRADACCUM_INLINE void check_arguments(const at::Tensor& hidden, const at::Tensor
               "linear_cross_entropy: items must be finite and >= 0, got ", items.value_or(0));
 }
 
+/// Returns the sum of the counted tokens' weights. Waits for a device.
+GRADACCUM_INLINE double count_items(const at::Tensor& counted, const at::Tensor& weights) {
+  return (weights.defined() ? at::where(counted, weights, 0).sum() : counted.sum()).item<double>();
+}
+
 /// Returns true if forward computes the gradients, which saves the second computation of the logits: if that needs no
 /// second table besides the weight's gradient, and if multiplying by backward's seed later rounds no 16-bit gradients.
 GRADACCUM_INLINE bool are_made_in_forward(const at::Tensor& hidden, const at::Tensor& weight,
@@ -333,19 +338,14 @@ GRADACCUM_INLINE Loss linear_cross_entropy(const at::Tensor& hidden, const at::T
   of->tokens_at_once = detail::tokens_at_once(target.numel(), weight.size(0), of->product_dtype, options.memory_budget);
   if (options.weights.defined()) of->weights = options.weights.reshape({-1});
   const auto flat = target.reshape({-1});
-  if (options.items) {
-    of->items = *options.items;
-  } else {
-    const auto counted = flat.ne(options.ignore_index);
-    of->items = (of->weights.defined() ? at::where(counted, of->weights, 0).sum() : counted.sum()).item<double>();
-  }
-  of->gradients_in_forward = of->items > 0 && detail::are_made_in_forward(hidden, weight, of->product_dtype);
+  const auto items = options.items ? *options.items : detail::count_items(flat.ne(options.ignore_index), of->weights);
+  of->gradients_in_forward = items > 0 && detail::are_made_in_forward(hidden, weight, of->product_dtype);
   const auto rows = hidden.reshape({-1, hidden.size(-1)});
   const auto bias = options.bias.defined() ? std::optional(options.bias) : std::nullopt;
   const auto results = torch::jit::tracer::isTracing()
                            ? detail::by_all_logits(rows, weight, bias, flat, *of)
                            : detail::LinearCrossEntropyFunction::apply(rows, weight, bias, flat, of);
-  return Loss{results[0], of->items}.with(results[1].view_as(target), target);
+  return Loss{results[0], items}.with(results[1].view_as(target), target);
 }
 
 }  // namespace gradaccum
