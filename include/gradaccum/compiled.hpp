@@ -51,6 +51,7 @@
 #include <gradaccum/impl/policies/early_stopping.ipp>
 #include <gradaccum/impl/policies/ema.ipp>
 #include <gradaccum/impl/policies/fit_memory.ipp>
+#include <gradaccum/impl/policies/guard_norm.ipp>
 #include <gradaccum/impl/policies/metrics_log.ipp>
 #include <gradaccum/impl/policies/mixed_precision.ipp>
 #include <gradaccum/impl/policies/profile.ipp>
@@ -73,6 +74,7 @@
 #include <gradaccum/impl/training/trainer_base.ipp>
 #include <gradaccum/impl/training/window_record.ipp>
 #include <gradaccum/impl/verification/verify_accumulation.ipp>
+#include <gradaccum/impl/watching/flop_counter.ipp>
 #include <gradaccum/impl/watching/metrics_file.ipp>
 #include <gradaccum/impl/watching/profiler.ipp>
 #include <gradaccum/impl/watching/progress_line.ipp>

@@ -117,16 +117,18 @@ class FitProgress {
 ///     std::cout << ga::Trainer(model, sgd, objective).fit(batches, {.epochs = 3});
 ///
 /// Its lines begin with `Time:`, in seconds, `Samples/second:`, `GPU memory occupied:`, `CPU memory occupied:`, `Peak
-/// tensor memory:`, `Peak resident memory:`, `Epochs:`, and, if they apply, `Stopped early:`, `Last validation, at
-/// update` for each `Validate`, and `Note:`. 1 MB is 2^20 bytes.
+/// tensor memory:`, `Peak resident memory:`, `Epochs:`, and, if they apply, `Windows rejected:`, `Stopped early:`,
+/// `Last validation, at update` for each `Validate`, and `Note:`. 1 MB is 2^20 bytes.
 struct FitReport {
   std::int64_t epochs = 0, updates = 0, skipped = 0, samples = 0;  ///< skipped: windows without an update
   double seconds = 0, samples_per_second = 0;
-  std::string resumed_from = {};  ///< the loaded state; all numbers then include the runs before it
-  std::string stopped = {};       ///< why it stopped early; empty if it did not
-  int signal = 0;                 ///< the signal that ended it, such as SIGTERM; programs then exit with 128 + signal
-  std::int64_t nan_batches = 0;   ///< batches left out by `OnNan::skip`
-  std::string first_nan = {};     ///< the first of these
+  std::string resumed_from = {};    ///< the loaded state; all numbers then include the runs before it
+  std::string stopped = {};         ///< why it stopped early; empty if it did not
+  int signal = 0;                   ///< the signal that ended it, such as SIGTERM; programs then exit with 128 + signal
+  std::int64_t nan_batches = 0;     ///< batches left out by `OnNan::skip`
+  std::string first_nan = {};       ///< the first of these
+  std::int64_t rejected = 0;        ///< windows that a policy rejected, also counted in `skipped`; see `GuardNorm`
+  std::string first_rejected = {};  ///< why, and for which batch the first of these
   std::map<std::string, std::int64_t> occupied_bytes = {};  ///< at the end, by device; a GPU's by all its processes
   std::map<std::string, std::int64_t> peak_bytes = {};      ///< by device, of tensors, with `measure_memory`
   std::int64_t peak_resident_bytes = 0;                     ///< see `peak_resident_memory`; 0 if unknown

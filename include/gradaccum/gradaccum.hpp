@@ -16,6 +16,7 @@
 #include <gradaccum/embedding.hpp>
 #include <gradaccum/exported_model.hpp>
 #include <gradaccum/fit_options.hpp>
+#include <gradaccum/flop_counter.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/gradients.hpp>
 #include <gradaccum/graphed_step.hpp>
@@ -45,6 +46,7 @@
 #include <gradaccum/policies/early_stopping.hpp>
 #include <gradaccum/policies/ema.hpp>
 #include <gradaccum/policies/fit_memory.hpp>
+#include <gradaccum/policies/guard_norm.hpp>
 #include <gradaccum/policies/metrics_log.hpp>
 #include <gradaccum/policies/mixed_precision.hpp>
 #include <gradaccum/policies/optimizer_in_backward.hpp>

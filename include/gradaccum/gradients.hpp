@@ -11,6 +11,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -131,8 +132,8 @@ class Gradients {
 
   /// Returns true if the step requires finite gradients, as with a loss scaler.
   bool finite_required() const;
-  /// Returns true if finite gradients are required and the optimizer may skip the step on the device, by
-  /// `judge_on_device()`.
+  /// Returns true if finite gradients are required, the window is not rejected, and the optimizer may skip the step on
+  /// the device, by `judge_on_device()`.
   bool may_be_judged_on_device() const;
 
   /// Returns true if the step must be skipped, because finite gradients are required and they are not. Reads 4 bytes
@@ -144,11 +145,28 @@ class Gradients {
   bool judged() const;
   bool judged_on_device() const;  ///< true after `judge_on_device()`, until the host has read the result
 
+  /// Makes the step reject this complete window: it changes neither parameters, nor the optimizer's state and step
+  /// counts, nor a loss scale. `why` is for reports.
+  ///
+  ///     struct RejectLarge {
+  ///       double limit = 1e3;
+  ///       void before_step(ga::Gradients& gradients) const {
+  ///         if (gradients.norm().item<double>() > limit) gradients.reject("a norm above the limit");
+  ///       }
+  ///     };
+  ///     ga::Trainer trainer(model, sgd, objective, RejectLarge{.limit = 10});
+  ///     std::cout << trainer.fit(batches).rejected << " windows rejected\n";
+  ///
+  /// All ranks must reject the same windows. `norm()` is equal on all.
+  void reject(std::string why = {});
+  /// Returns the argument of `reject()`; nullopt if it was not called.
+  const std::optional<std::string>& rejected() const;
+
   /// Multiplies the gradients by the factor, and moves separate sums to `.grad`. A second call does nothing.
   void apply();
 
-  /// Returns true once the window was stepped, skipped or discarded. `items()` is still valid then, and so are `norm()`
-  /// and `found_inf()` if they were called before; the gradients no longer belong to the window.
+  /// Returns true once the window was stepped, skipped, rejected or discarded. `items()` is still valid then, and so
+  /// are `norm()` and `found_inf()` if they were called before; the gradients no longer belong to the window.
   bool closed() const;
 
   /// Returns `multiplier` in its parts: the part that the host knows needs no device.
@@ -257,6 +275,7 @@ class StepResult {
     accumulated,    ///< the window is still open
     empty,          ///< closed without weight or gradients, so without an update
     skipped,        ///< closed and skipped, since finite gradients were required and they are not
+    rejected,       ///< closed without an update, after `Gradients::reject()`
     stepped,        ///< closed with an update of the parameters
     left_to_device  ///< closed; the device skips the update if gradients are not finite, and the host does not wait
   };
@@ -285,7 +304,7 @@ concept optimizer = requires(O& o) {
 /// step. It is then also found through a `torch::optim::Optimizer&`.
 ///
 /// `step(Gradients)` reads `raw()`, never `.grad`, and does not change the gradients. If they are required to be finite
-/// and are not, it makes no update.
+/// and are not, or were rejected, it makes no update.
 struct TakesGradients {
   virtual void step(Gradients gradients) = 0;
   /// Returns the step as a function, after its checks and with its memory, so that of several optimizers none steps if

@@ -8,6 +8,7 @@
 #include <gradaccum/policies/clip.hpp>
 #include <gradaccum/policies/early_stopping.hpp>
 #include <gradaccum/policies/ema.hpp>
+#include <gradaccum/policies/guard_norm.hpp>
 #include <gradaccum/policies/metrics_log.hpp>
 #include <gradaccum/policies/mixed_precision.hpp>
 #include <gradaccum/policies/optimizer_in_backward.hpp>

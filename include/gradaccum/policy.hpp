@@ -28,8 +28,9 @@ struct Step {
   double items = 0;                ///< items that the gradient is the mean over; by default samples
   bool moved = false;              ///< the parameters were updated; false: the window was skipped
   bool overflowed = false;         ///< skipped because gradients were not finite, with a loss scaler
+  bool rejected = false;           ///< skipped because a policy called `Gradients::reject()`
   at::Tensor loss = {};            ///< mean over the window's items, detached: 0-dim float64, on the losses' device
-  at::Tensor grad_norm = {};       ///< norm before clipping, 0-dim; undefined if no policy clips by norm
+  at::Tensor grad_norm = {};       ///< norm before clipping, 0-dim; undefined if no policy measures it
   double lr = 0;                   ///< rate of the first parameter group in this step; NaN if unknown
 };
 
@@ -137,7 +138,7 @@ inline constexpr bool any_in =
 /// | `after_backward(Gradients&)` | may read the sums so far; the window is still open |
 /// | `before_close()` | before the window closes: gradients are complete, and activations are freed. With `OptimizerInBackward` this and the next hook are called before the backward pass that fills the window |
 /// | `scale_gradients(Factor&)` | adds deferred factors, which are write-only: the order of policies does not matter |
-/// | `before_step(Gradients&)` | reads the final gradients (mean, unscaled) by `norm()`, reads or changes them by `values()` |
+/// | `before_step(Gradients&)` | reads the final gradients (mean, unscaled) by `norm()`, reads or changes them by `values()`, or rejects the window by `reject()` |
 /// | `after_window(const Step&)` | after the window, stepped or skipped |
 /// | `after_step(const Step&)` | after an update of the parameters |
 /// | `before_boundary()` | in `fit`, after all hooks above: between two micro-batches, and at the end of an epoch. Evaluate here, and call `TrainerBase::validated` |

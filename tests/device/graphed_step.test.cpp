@@ -199,6 +199,25 @@ TEST_CASE("GraphedStep: replaces the objective of loss.backward() and of a Train
   CHECK(at::equal(results[1], results[3]));
 }
 
+TEST_CASE("GraphedStep: a GuardNorm rejects windows of replayed steps", "[cuda]") {
+  if (!has_graphs()) SKIP(missing);
+  auto batches = batches_on_device({4, 4, 4, 4, 4, 4});
+  batches[4].target *= 1e6;
+  std::vector<at::Tensor> results;
+  for (const bool graphed : {false, true}) {
+    auto model = make_network();
+    ga::GraphedStep step(model, objective);
+    ga::optim::AdamW adamw(model->parameters(), 0.01);
+    const ga::GuardNorm guard{.max_ratio = 20.0, .history = 4};
+    const auto report = graphed ? ga::Trainer(model, adamw, step, guard).fit(batches, {.epochs = 2})
+                                : ga::Trainer(model, adamw, objective, guard).fit(batches, {.epochs = 2});
+    CHECK((report.rejected == 2 && report.updates == 10));
+    CHECK(step.report().replayed == (graphed ? 12 : 0));
+    results.push_back(all_of(model->parameters()));
+  }
+  CHECK(at::equal(results[0], results[1]));
+}
+
 TEST_CASE("GraphedStep: a capture changes nothing, and later steps do not wait", "[cuda]") {
   if (!has_graphs()) SKIP(missing);
   auto model = make_network();

@@ -49,7 +49,7 @@ module(fitting
                   USES platform types memory state scaling checkpoint data)
 module(io PUBLIC io/
                   USES platform types kernels state)
-module(watching PUBLIC metrics_file profiler progress_line run_page summary_writer
+module(watching PUBLIC flop_counter metrics_file profiler progress_line run_page summary_writer
                   USES platform types kernels memory state io)
 module(parallel PUBLIC process_group replicas
                   USES platform types state window data)

@@ -26,10 +26,11 @@ struct OptimizerInBackward {
   void attach(Trainer& trainer) const {
     constexpr bool needs_all =
         Trainer::template has<hooks::before_step> || Trainer::template has<hooks::others_continue>;
-    static_assert(!needs_all,
-                  "OptimizerInBackward: a policy with before_step (ClipNorm, ClipValue), or of several processes "
-                  "(DataParallel), needs all gradients at once, and here each is freed as it arrives; leave one of the "
-                  "two out");
+    static_assert(
+        !needs_all,
+        "OptimizerInBackward: a policy with before_step (ClipNorm, ClipValue, GuardNorm), or of several processes "
+        "(DataParallel), needs all gradients at once, and here each is freed as it arrives; leave one of the "
+        "two out");
     if constexpr (!needs_all) trainer.set_in_backward(true);
   }
 };

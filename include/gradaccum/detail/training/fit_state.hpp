@@ -25,15 +25,17 @@ struct FitState : FitProgress {
   bool together = false;  ///< there are other ranks
   bool wants_stop = false, wants_save = false;
   int wants_signal = 0;
-  bool saves = false;              ///< a state is due on all ranks
-  std::string stop_reason = {};    ///< if one was given
-  std::int64_t nan_batches = 0;    ///< batches left out for a non-finite loss or gradient
-  std::string first_nan = {};      ///< the first of these
-  bool trained = false;            ///< this epoch had an update, or one that was skipped for an overflow
-  std::int64_t windows = 0;        ///< windows in this call
-  std::int64_t at_rate_0 = 0;      ///< updates in this call with all learning rates 0
-  double items = 0;                ///< sum over all losses in this call
-  bool warned_of_nothing = false;  ///< of an epoch without an update
+  bool saves = false;               ///< a state is due on all ranks
+  std::string stop_reason = {};     ///< if one was given
+  std::int64_t nan_batches = 0;     ///< batches left out for a non-finite loss or gradient
+  std::string first_nan = {};       ///< the first of these
+  std::int64_t rejected = 0;        ///< windows that a policy rejected
+  std::string first_rejected = {};  ///< the first of these
+  bool trained = false;             ///< this epoch had an update, or one that was skipped for an overflow
+  std::int64_t windows = 0;         ///< windows in this call
+  std::int64_t at_rate_0 = 0;       ///< updates in this call with all learning rates 0
+  double items = 0;                 ///< sum over all losses in this call
+  bool warned_of_nothing = false;   ///< of an epoch without an update
 
   /// Stops the training; with other ranks, once all have exchanged it, unless all decide `alike`.
   void stop(std::string why = {}, bool alike = false) {

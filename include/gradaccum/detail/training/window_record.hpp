@@ -59,6 +59,8 @@ class WindowRecord {
   void check_losses(const at::Tensor& mean);
   /// Throws because the gradients of the closing window are not finite, or counts its batches as left out.
   void leave_out(const std::string& parameter, FitState& fit, std::int64_t update);
+  /// Counts the closing window, which a policy has rejected.
+  void count_rejected(const std::string& why, FitState& fit, std::int64_t update) const;
   /// True if a policy requires finite gradients, and handles an overflow itself.
   bool overflow_is_awaited = false;
 
@@ -67,7 +69,7 @@ class WindowRecord {
   void take_totals(const WindowTotals& own, const WindowTotals& all, FitState& fit);
 
   /// Returns the report of the closed window, and restarts.
-  Step finish(const Gradients& gradients, bool moved, std::int64_t updates, double lr);
+  Step finish(const Gradients& gradients, StepResult result, std::int64_t updates, double lr);
   /// Saves or loads the record, between two micro-batches.
   void state(Archive& archive);
   void restart() {
@@ -87,6 +89,7 @@ class WindowRecord {
       return plain_text("batch ", batch, " of epoch ", epoch, " (both counted from 0), in update ", update);
     }
   };
+  std::string place_of_window(const FitState& fit, std::int64_t update) const;
   [[noreturn]] static void stop(double loss, const Place& place) {
     TORCH_CHECK(false, "Trainer: the loss must be finite, got ", loss, " for ", place.text(),
                 "; check that batch and the learning rate, or skip such batches: {.on_nan = ga::OnNan::skip}");

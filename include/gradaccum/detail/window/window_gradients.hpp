@@ -15,11 +15,11 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
 namespace gradaccum::detail {
-
 
 /// The object behind a `Gradients` handle: one window's gradients, their deferred factor, and their norms. It holds
 /// only separate sums, not `.grad`, so gradients that the user clears are freed immediately.
@@ -31,7 +31,7 @@ class WindowGradients : public std::enable_shared_from_this<WindowGradients> {
     complete,  // has all micro-batches, including other ranks'
     applied,   // the factor was applied to the gradients
     spoiled,   // an exception left the gradients incomplete
-    closed     // stepped, skipped or discarded
+    closed     // stepped, skipped, rejected or discarded
   };
 
   explicit WindowGradients(const std::vector<at::Tensor>& parameters) { sums_.set_parameters(parameters); }
@@ -118,13 +118,15 @@ class WindowGradients : public std::enable_shared_from_this<WindowGradients> {
   const at::Tensor& norm_before_clipping() const { return norm_before_clipping_; }
   void set_norm_before_clipping(at::Tensor norm) { norm_before_clipping_ = std::move(norm); }
   at::Tensor found_inf();
-  bool may_be_judged_on_device() const { return may_stay_on_device(factor_); }
+  bool may_be_judged_on_device() const { return may_stay_on_device(factor_) && !rejected_; }
   /// Synchronizes; no other function does. A closed window returns the result from its step. `beside`: a 0-dim float64
   /// tensor that is replaced by a host copy, read in the same wait if it is on the same device.
   bool overflowed(at::Tensor* beside = nullptr);
   at::Tensor judge_on_device() { return judged_on_device_ = found_inf(); }
   bool judged() const { return overflowed_ || judged_on_device_.defined(); }
   bool judged_on_device() const { return !overflowed_ && judged_on_device_.defined(); }
+  void reject(std::string why);
+  const std::optional<std::string>& rejected() const { return rejected_; }
   /// Applies the factor, and moves separate sums to `.grad`. Any code may read and change them there.
   void apply();
 
@@ -162,6 +164,7 @@ class WindowGradients : public std::enable_shared_from_this<WindowGradients> {
   at::Tensor norm_, verdict_;  // the last norm; the result for a scaler, even if the user repairs .grad
   at::Tensor norm_before_clipping_;
   std::optional<bool> overflowed_;
+  std::optional<std::string> rejected_;  // the reason
   at::Tensor judged_on_device_;
 };
 

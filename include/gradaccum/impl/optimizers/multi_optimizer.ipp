@@ -70,7 +70,7 @@ GRADACCUM_INLINE void MultiOptimizer::step(Gradients gradients) { prepare(std::m
 
 GRADACCUM_INLINE std::function<void()> MultiOptimizer::prepare(Gradients gradients) {
   check_distinct();
-  if (!judges_on_device(gradients) && gradients.overflowed()) return [] {};
+  if (gradients.rejected() || (!judges_on_device(gradients) && gradients.overflowed())) return [] {};
   if (!all_take_gradients()) gradients.apply();
   std::unordered_set<const void*> with_gradient;
   for (auto& parameter : gradients.parameters()) with_gradient.insert(parameter.unsafeGetTensorImpl());

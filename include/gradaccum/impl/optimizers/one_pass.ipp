@@ -83,7 +83,7 @@ GRADACCUM_INLINE std::function<void()> OnePass::prepare(Gradients gradients) {
 
 GRADACCUM_INLINE detail::PreparedStep OnePass::prepared_with(Gradients gradients) {
   const bool left_to_device = judges_on_device(gradients);
-  if (!left_to_device && gradients.overflowed()) return detail::PreparedStep([] {});
+  if (gradients.rejected() || (!left_to_device && gradients.overflowed())) return detail::PreparedStep([] {});
   const detail::GradientOf gradient_of(gradients);
   bool any = gradient_of.empty();
   detail::for_each_parameter(itself(), [&](auto& parameter) { any = any || gradient_of(parameter).defined(); });

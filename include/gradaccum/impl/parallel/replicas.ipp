@@ -787,9 +787,9 @@ GRADACCUM_INLINE StepResult ReplicaCommunicator::step(AnyOptimizer& optimizer,
       shards_->check();
       shards_->check_can_be_stepped();
       auto gradients = window->handle();
-      const bool skipped = gradients.overflowed();  // on all ranks: the host knows the findings on all pieces
-      if (!skipped && !gradients.raw().empty()) shards_->with_own([&] { step_optimizer(optimizer, gradients); });
-      result = skipped ? StepResult::skipped : StepResult::stepped;
+      const bool overflowed = gradients.overflowed();  // on all ranks: the host knows the findings on all pieces
+      result = overflowed ? StepResult::skipped : gradients.rejected() ? StepResult::rejected : StepResult::stepped;
+      if (result && !gradients.raw().empty()) shards_->with_own([&] { step_optimizer(optimizer, gradients); });
     }
     if (result) all_gather_parameters(*connections_, channel_, *shards_, used_, options_.bucket_bytes);
     window->wait_for_measure();

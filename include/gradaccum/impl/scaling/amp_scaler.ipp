@@ -251,7 +251,8 @@ struct AmpScaler::State {
       if (judged ? gradients->judged_on_device() : gradients->may_be_judged_on_device())
         return StepResult::left_to_device;
       const bool overflowed = judged ? gradients->overflowed() : gradients->found_inf().item<float>() != 0;
-      return overflowed ? StepResult::skipped : StepResult::stepped;
+      if (overflowed) return StepResult::skipped;
+      return gradients->rejected() ? StepResult::rejected : StepResult::stepped;
     }
   };
   /// Results of overflow checks since the last update.

@@ -68,6 +68,8 @@ GRADACCUM_INLINE std::ostream& operator<<(std::ostream& stream, const FitReport&
   if (report.nan_batches > 0)
     stream << fmt::format("Micro-batches left out for a loss or gradient of NaN or infinity: {}, the first: {}\n",
                           report.nan_batches, report.first_nan);
+  if (report.rejected > 0)
+    stream << fmt::format("Windows rejected: {}, the first for {}\n", report.rejected, report.first_rejected);
   if (!report.stopped.empty()) stream << "Stopped early: " << report.stopped << '\n';
   std::map<std::string, const Validation*> last;
   for (auto& validation : report.validations) last[validation.name] = &validation;

@@ -45,6 +45,8 @@ GRADACCUM_INLINE FitReport FitState::report() const {
                    .signal = signal(),
                    .nan_batches = nan_batches,
                    .first_nan = first_nan,
+                   .rejected = rejected,
+                   .first_rejected = first_rejected,
                    .validations = validations};
   if (!options.resume.empty() && resumed_from.empty())
     report.notes.push_back(options.resume.string() + " has no state to resume from, so this fit began anew");
@@ -66,12 +68,19 @@ GRADACCUM_INLINE void FitState::state(Archive& archive) {
   archive("samples", samples);
   archive("nan_batches", nan_batches);
   archive("first_nan", first_nan);
+  auto of_rejected = rejected > 0 ? std::optional(rejected) : std::nullopt;
+  auto first_of_rejected = rejected > 0 ? std::optional(first_rejected) : std::nullopt;
+  archive("rejected", of_rejected);
+  archive("first_rejected", first_of_rejected);
+  rejected = of_rejected.value_or(0);
+  first_rejected = first_of_rejected.value_or("");
   archive("trained", trained);
   archive("seconds", so_far);
   archive("validations", ValidationHistory{validations});
   if (!archive.loading()) return;
   TORCH_CHECK(
-      std::min({epoch, epochs, batch, batches.value_or(0), updates, skipped, samples, nan_batches}) >= 0 && so_far >= 0,
+      std::min({epoch, epochs, batch, batches.value_or(0), updates, skipped, samples, nan_batches, rejected}) >= 0 &&
+          so_far >= 0,
       "Trainer: the counts of a saved fit must be >= 0");
   if (archive.changes_allowed()) {
     const auto& ranks = archive.ranks();

@@ -242,11 +242,13 @@ GRADACCUM_INLINE bool Loop::close_window() {
     if (!asks_first && window_.closing()->must_be_finite()) record_.overflow_is_awaited = true;  // a policy required it
     check_finite(*window_.closing());
   });
-  const bool moved = window_.close();
+  const auto result = window_.close();
+  const bool moved = result;
   if (moved) window_.clear();
   counts_.updates += moved;
   fit_.at_rate_0 += moved && window_.optimizer().rates_are_0();
-  const Step step = record_.finish(gradients, moved, counts_.updates, lr);
+  if (result == StepResult::rejected) record_.count_rejected(*gradients.rejected(), fit_, counts_.updates);
+  const Step step = record_.finish(gradients, result, counts_.updates, lr);
   fit_.count_window(moved, step.overflowed);
   policies_.all(&AnyPolicy::after_window, step);
   if (moved) policies_.all(&AnyPolicy::after_step, step);
@@ -286,7 +288,8 @@ GRADACCUM_INLINE void Loop::check_trained() {
   TORCH_CHECK(options.epochs || !options.has_limit(), "Trainer: fit must ",
               options.updates ? c10::str("make ", *options.updates, " updates") : "reach its limit", ", but epoch ",
               fit_.epoch, " (counted from 0) made ", options.updates ? "none" : "no update", ": ", why);
-  const bool end_epoch_says = fit_.batch == 0 && fit_.batches.value_or(0) > 0, report_says = fit_.nan_batches > 0;
+  const bool end_epoch_says = fit_.batch == 0 && fit_.batches.value_or(0) > 0,
+             report_says = fit_.nan_batches + fit_.rejected > 0;
   if (end_epoch_says || report_says || !trainer_.is_first() || std::exchange(fit_.warned_of_nothing, true)) return;
   TORCH_WARN("Trainer: epoch ", fit_.epoch, " (counted from 0) made no update: ", why);
 }
@@ -294,6 +297,7 @@ GRADACCUM_INLINE void Loop::check_trained() {
 GRADACCUM_INLINE std::string Loop::why_nothing_moved() const {
   if (fit_.batch == 0) return "the batches are empty";
   if (fit_.nan_batches > 0) return "losses or gradients were NaN or infinite";
+  if (fit_.rejected > 0) return "windows were rejected, the first for " + fit_.first_rejected;
   if (fit_.items == 0) return "all losses are of 0 items";
   if (fit_.windows == 0) return "it is shorter than a window, and .tail = ga::Tail::drop drops it";
   const auto trained = trainer_.parameters(), own = trainer_.module().parameters();

@@ -44,10 +44,20 @@ GRADACCUM_INLINE void WindowRecord::check_losses(const at::Tensor& mean) {
 }
 
 /// Names all batches of a window, because its gradients are checked only once, as a sum.
-GRADACCUM_INLINE void WindowRecord::leave_out(const std::string& parameter, FitState& fit, std::int64_t update) {
+GRADACCUM_INLINE std::string WindowRecord::place_of_window(const FitState& fit, std::int64_t update) const {
   auto place = Place{fit.batch - 1, fit.epoch, update + 1}.text();
   if (step_.batches > 1) place = plain_text("one of the ", step_.batches, " batches up to ", place);
   if (fit.together) place += ", of this process or of another";
+  return place;
+}
+
+GRADACCUM_INLINE void WindowRecord::count_rejected(const std::string& why, FitState& fit, std::int64_t update) const {
+  if (fit.rejected++ > 0) return;
+  fit.first_rejected = place_of_window(fit, update) + (why.empty() ? "" : ": " + why);
+}
+
+GRADACCUM_INLINE void WindowRecord::leave_out(const std::string& parameter, FitState& fit, std::int64_t update) {
+  const auto place = place_of_window(fit, update);
   TORCH_CHECK(fit.options.on_nan == OnNan::skip, "Trainer: the gradients must be finite, got NaN or infinity",
               parameter, ", for ", place,
               ", whose loss is finite; look for functions without a derivative at 0, such as sqrt and norm, or skip "
@@ -100,10 +110,12 @@ GRADACCUM_INLINE void WindowRecord::take_totals(const WindowTotals& own, const W
   if (all.weight > 0) mean_.add(all.loss / all.weight, all.weight);
 }
 
-GRADACCUM_INLINE Step WindowRecord::finish(const Gradients& gradients, bool moved, std::int64_t updates, double lr) {
+GRADACCUM_INLINE Step WindowRecord::finish(const Gradients& gradients, StepResult result, std::int64_t updates,
+                                           double lr) {
   auto step = step_;
   step.update = updates;
-  step.moved = moved;
+  step.moved = result;
+  step.rejected = result == StepResult::rejected;
   step.overflowed = overflow_is_awaited && gradients.judged() && Gradients(gradients).overflowed();
   step.items = gradients.items();
   step.loss = mean_.value();

@@ -54,6 +54,7 @@ GRADACCUM_INLINE StepResult step_optimizer(AnyOptimizer& optimizer, Gradients gr
   auto* const taker = optimizer.taker;
   const bool left_to_device = taker && taker->judges_on_device(gradients);
   if (!left_to_device && gradients.overflowed()) return StepResult::skipped;
+  if (gradients.rejected()) return StepResult::rejected;
   taker ? taker->step(gradients) : optimizer.step(gradients);
   at::autocast::clear_cache();  // its casts are of the old parameters
   return left_to_device ? StepResult::left_to_device : StepResult::stepped;

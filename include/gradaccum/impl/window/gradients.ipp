@@ -101,6 +101,8 @@ GRADACCUM_INLINE bool Gradients::may_be_judged_on_device() const { return window
 GRADACCUM_INLINE at::Tensor Gradients::judge_on_device() { return window_->judge_on_device(); }
 GRADACCUM_INLINE bool Gradients::judged() const { return window_->judged(); }
 GRADACCUM_INLINE bool Gradients::judged_on_device() const { return window_->judged_on_device(); }
+GRADACCUM_INLINE void Gradients::reject(std::string why) { window_->reject(std::move(why)); }
+GRADACCUM_INLINE const std::optional<std::string>& Gradients::rejected() const { return window_->rejected(); }
 GRADACCUM_INLINE void Gradients::apply() { window_->apply(); }
 GRADACCUM_INLINE bool Gradients::closed() const { return window_->closed(); }
 GRADACCUM_INLINE detail::Multiplier product_of(const Gradients& gradients) { return gradients.window_->multiplier(); }

@@ -24,8 +24,10 @@ GRADACCUM_INLINE void WindowGradients::check_open() const {
   TORCH_CHECK(
       !stepped_,
       "Gradients: with in_backward, the gradients of this window were freed after its parameters were stepped; turn "
-      "in_backward off for what needs all of them at once (clipping, a loss scaler, norm(), values(), apply())");
-  TORCH_CHECK(!closed(), "Gradients: this window is closed (stepped, skipped or discarded); call gradients() again");
+      "in_backward off for what needs all of them at once (clipping, a loss scaler, norm(), reject(), values(), "
+      "apply())");
+  TORCH_CHECK(!closed(),
+              "Gradients: this window is closed (stepped, skipped, rejected or discarded); call gradients() again");
 }
 
 GRADACCUM_INLINE void WindowGradients::check_here() const {
@@ -158,6 +160,14 @@ GRADACCUM_INLINE bool WindowGradients::overflowed(at::Tensor* beside) {
   }
   overflowed_ = found.item<double>() != 0;
   return *overflowed_;
+}
+
+GRADACCUM_INLINE void WindowGradients::reject(std::string why) {
+  check_open();
+  TORCH_CHECK(complete(),
+              "Gradients: reject() is for a complete window; call it after backward, inside `if "
+              "(optimizer.ready())`, or drop the window's micro-batches so far by optimizer.discard()");
+  if (!rejected_) rejected_ = std::move(why);
 }
 
 GRADACCUM_INLINE void WindowGradients::apply() {

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rejects windows by the norm of their gradients.
+#pragma once
+
+#include <gradaccum/policies/guard_norm.hpp>
+
+#include <gradaccum/detail/types/types.hpp>
+
+#include <ATen/ops/tensor.h>
+#include <c10/util/Exception.h>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include <gradaccum/impl/begin.ipp>
+
+namespace gradaccum {
+
+namespace detail {
+
+/// Interpolates linearly between two values, as torch.quantile does.
+GRADACCUM_INLINE double quantile_of(std::vector<double> values, double quantile) {
+  std::ranges::sort(values);
+  const double place = quantile * static_cast<double>(values.size() - 1);
+  const auto below = static_cast<std::size_t>(place);
+  const auto above = std::min(below + 1, values.size() - 1);
+  return values[below] + (values[above] - values[below]) * (place - std::floor(place));
+}
+
+}  // namespace detail
+
+GRADACCUM_INLINE void GuardNorm::check() const {
+  TORCH_CHECK(max > 0, "GuardNorm: max must be > 0, got ", max);
+  TORCH_CHECK(max_ratio > 0, "GuardNorm: max_ratio must be > 0, got ", max_ratio);
+  TORCH_CHECK(detail::is_finite(max) || detail::is_finite(max_ratio),
+              "GuardNorm: max or max_ratio must be finite, else no window is rejected");
+  TORCH_CHECK(quantile >= 0 && quantile <= 1, "GuardNorm: quantile must be in [0, 1], got ", quantile);
+  TORCH_CHECK(history >= 1, "GuardNorm: history must be >= 1, got ", history);
+}
+
+GRADACCUM_INLINE double GuardNorm::limit() const {
+  if (norms.empty() || std::ssize(norms) < history / 2) return max;
+  return std::min(max, max_ratio * detail::quantile_of(norms, quantile));
+}
+
+/// Does not keep norms of 0, as of frozen models: a median of 0 would reject every other norm.
+GRADACCUM_INLINE void GuardNorm::before_step(Gradients gradients) {
+  check();
+  if (gradients.items() == 0) return;
+  if (!gradients.norm_before_clipping().defined()) gradients.set_norm_before_clipping(gradients.norm());
+  const auto norm = gradients.norm_before_clipping().item<double>();
+  const auto most = limit();
+  const bool is_finite = detail::is_finite(norm);
+  if (!is_finite || norm > most)
+    gradients.reject(fmt::format("a gradient norm of {:.4g}, above {:.4g}", norm, is_finite ? most : max));
+  if (!is_finite || norm == 0) return;
+  norms.push_back(norm);
+  if (std::ssize(norms) > history) norms.erase(norms.begin());
+}
+
+GRADACCUM_INLINE void GuardNorm::state(Archive& archive) {
+  auto saved = at::tensor(norms, at::kDouble);
+  archive("norms", saved);
+  if (!archive.loading()) return;
+  const bool fits = saved.defined() && saved.layout() == at::kStrided && saved.device().is_cpu() && saved.dim() == 1 &&
+                    saved.scalar_type() == at::kDouble;
+  TORCH_CHECK(fits, "GuardNorm: norms of a state must be a vector of float64 on the CPU");
+  saved = saved.slice(0, std::max<std::int64_t>(saved.numel() - history, 0)).contiguous();
+  const auto* const first = saved.const_data_ptr<double>();
+  const std::vector<double> loaded(first, first + saved.numel());
+  for (const auto norm : loaded)
+    TORCH_CHECK(detail::is_finite(norm) && norm > 0, "GuardNorm: norms of a state must be finite and > 0, got ", norm);
+  norms = loaded;
+}
+
+}  // namespace gradaccum
+
+#undef GRADACCUM_INLINE

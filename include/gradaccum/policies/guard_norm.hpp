@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// module: policies
+
+#include <gradaccum/archive.hpp>
+#include <gradaccum/gradients.hpp>
+#include <gradaccum/policy.hpp>
+
+#include <limits>
+
+namespace gradaccum {
+
+/// Rejects windows whose gradients have an unusually large norm: a policy that also works in a loop of your own.
+///
+///     ga::GradAccumulator optimizer(sgd, {.steps = 2});
+///     ga::GuardNorm guard{.max = 100.0, .max_ratio = 5.0};
+///     for (auto& batch : batches) {
+///       torch::mse_loss(model->forward(batch.data), batch.target).backward();
+///       if (optimizer.ready()) guard.before_step(optimizer.gradients());
+///       if (optimizer.step() == ga::StepResult::rejected) std::cout << "a bad batch\n";
+///       optimizer.zero_grad();
+///     }
+///
+/// A rejected window changes nothing: not the parameters, the optimizer's state and step counts, a schedule, an Ema or
+/// the growth of a loss scale. Its norm is the L2 norm of the mean gradients before clipping, whose limits are `max`
+/// and `max_ratio` times a quantile of the last norms. The quantile needs `history` / 2 norms. Norms of rejected
+/// windows are among them, so that training resumes if all norms stay large. `FitReport::first_rejected` names the
+/// first batch.
+///
+/// Norms of NaN or infinity are rejected, too, after `OnNan` and a loss scaler, which lowers its scale. In a loop with
+/// an AmpScaler, call `scaler.unscale_(optimizer)` before. Resuming: a state contains the norms. Ranks: all have the
+/// same norm, and reject the same windows.
+///
+/// @note One read of the gradients, which clipping by the norm and the check for NaN share. Reads 8 bytes per window
+/// from a device, which synchronizes.
+struct GuardNorm {
+  static constexpr std::string_view name = "guard_norm";
+
+  double max = std::numeric_limits<double>::infinity();        ///< > 0; infinite: no limit
+  double max_ratio = std::numeric_limits<double>::infinity();  ///< > 0; limit of norm / quantile; infinite: no limit
+  double quantile = 0.5;                                       ///< in [0, 1]; 0.5 is the median
+  std::int64_t history = 128;                                  ///< number of last norms for the quantile, >= 1
+  std::vector<double> norms = {};                              ///< not an option: these norms
+
+  void attach(TrainerBase&) const { check(); }
+  void before_step(Gradients gradients);
+  /// Returns the lower of the two limits, from the norms so far.
+  double limit() const;
+  void state(Archive& archive);
+
+ private:
+  void check() const;
+};
+
+}  // namespace gradaccum
+
+#ifndef GRADACCUM_COMPILED
+#include <gradaccum/impl/policies/guard_norm.ipp>
+#endif
