@@ -157,7 +157,7 @@ class Gradients {
   ///     ga::Trainer trainer(model, sgd, objective, RejectLarge{.limit = 10});
   ///     std::cout << trainer.fit(batches).rejected << " windows rejected\n";
   ///
-  /// All ranks must reject the same windows. `norm()` is equal on all.
+  /// All ranks must reject the same windows, else the next one throws. `norm()` is equal on all.
   void reject(std::string why = {});
   /// Returns the argument of `reject()`; nullopt if it was not called.
   const std::optional<std::string>& rejected() const;

@@ -396,6 +396,28 @@ TEST_CASE("GuardNorm: ranks reject the same windows, and train like one process"
   }
 }
 
+TEST_CASE("Gradients: ranks that reject different windows stop with an error") {
+  const auto shard = GENERATE(ga::Shard::none, ga::Shard::optimizer, ga::Shard::gradients);
+  std::vector<std::string> errors(2);
+  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+    auto model = make_model();
+    ga::optim::AdamW adamw(model->parameters(), 0.1);
+    std::optional<RejectThird> rejects;
+    if (group.rank() == 1) rejects.emplace();
+    ga::Trainer trainer(model, adamw, objective, rejects, ga::DataParallel{.group = group, .shard = shard});
+    try {
+      trainer.fit(make_batches({5, 5, 5, 5, 5}));
+    } catch (const std::exception& error) {
+      errors[static_cast<std::size_t>(group.rank())] = error.what();
+    }
+  });
+  for (std::size_t rank = 0; rank < 2; ++rank) {
+    CAPTURE(shard);
+    CHECK(contains(errors[rank], "all ranks must reject the same windows, but this one has rejected " +
+                                     std::to_string(rank) + " and all 2 together 1"));
+  }
+}
+
 TEST_CASE("GuardNorm: a training resumes bitwise with its norms and what it has rejected") {
   auto batches = batches_with_bad_at(12, 2);
   batches[9].target *= 1e6;

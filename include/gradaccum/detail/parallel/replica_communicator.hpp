@@ -110,6 +110,7 @@ class ReplicaCommunicator final : public Communicator {
   Connections::Channel channel_ = Connections::Channel::gradients;
   std::shared_ptr<GradientExchange> exchange_;  // the window's exchange, from the first backward that sends
   bool announced_ = false;                      // true if other ranks wait for the end of the window
+  std::int64_t rejected_ = 0;                   // windows that were rejected
   std::optional<WindowTotals> joined_;          // the sums for a window that other ranks close, too
   std::vector<std::size_t> used_;               // parameters of the closed window with a gradient on some rank
   std::shared_ptr<GatheredNorms> norms_;        // norms of the closed window, until it is stepped

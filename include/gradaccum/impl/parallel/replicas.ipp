@@ -775,9 +775,11 @@ GRADACCUM_INLINE void ReplicaCommunicator::gather_norms(WindowGradients& window)
   window.set_measure_of_all([norms = norms_] { return norms->wait(); });
 }
 
-/// Returns the result of the whole step, even if this rank has no piece.
+/// Returns the result of the whole step, even if this rank has no piece. A rank that rejects the window gathers the
+/// parameters, too: if another does not, both reach the check of `agree`.
 GRADACCUM_INLINE StepResult ReplicaCommunicator::step(AnyOptimizer& optimizer,
                                                       const std::shared_ptr<WindowGradients>& window) {
+  rejected_ += window->rejected().has_value();
   if (!shards_) return step_optimizer(optimizer, window->handle());
   TORCH_CHECK(connections_, "Replicas: must outlive training with the accumulator, but were destroyed");
   connections_->check_usable();  // otherwise this rank would step before it notices a failure
@@ -791,7 +793,8 @@ GRADACCUM_INLINE StepResult ReplicaCommunicator::step(AnyOptimizer& optimizer,
       result = overflowed ? StepResult::skipped : gradients.rejected() ? StepResult::rejected : StepResult::stepped;
       if (result && !gradients.raw().empty()) shards_->with_own([&] { step_optimizer(optimizer, gradients); });
     }
-    if (result) all_gather_parameters(*connections_, channel_, *shards_, used_, options_.bucket_bytes);
+    if (result || result == StepResult::rejected)
+      all_gather_parameters(*connections_, channel_, *shards_, used_, options_.bucket_bytes);
     window->wait_for_measure();
     norms_.reset();
   });
@@ -831,6 +834,7 @@ GRADACCUM_INLINE WindowTotals ReplicaCommunicator::agree(const std::shared_ptr<W
   auto own = report ? report() : WindowTotals();
   own.weight = window->items();
   own.active = active ? 1 : 0;
+  own.rejected = static_cast<double>(rejected_);
   own.used = exchange_->used();
   own.unsent = exchange_->has_unsent() ? 1 : 0;
   auto all = sums_of_all(own);
@@ -840,6 +844,9 @@ GRADACCUM_INLINE WindowTotals ReplicaCommunicator::agree(const std::shared_ptr<W
     own.unsent = 0;
     all = sums_of_all(own);
   }
+  TORCH_CHECK(all.rejected == own.rejected * world_size(),
+              "Replicas: all ranks must reject the same windows, but this one has rejected ", rejected_, " and all ",
+              world_size(), " together ", all.rejected, "; decide by the window's norm(), which is equal on all ranks");
   if (on_reduced) on_reduced(own, all);
   return all;
 }
