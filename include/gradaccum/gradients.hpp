@@ -122,9 +122,10 @@ class Gradients {
   /// sum. Cached until a gradient changes.
   at::Tensor norm();
 
-  /// Returns the `norm()` before `clip_grad_norm_` clipped these gradients; undefined if they were not clipped.
+  /// Returns the `norm()` before `clip_grad_norm_` clipped these gradients, or that a `GuardNorm` has measured;
+  /// undefined otherwise.
   const at::Tensor& norm_before_clipping() const;
-  /// Sets `norm_before_clipping()`, for functions that clip.
+  /// Sets `norm_before_clipping()`, for functions that clip or measure.
   void set_norm_before_clipping(at::Tensor norm);
 
   /// Returns 1 if an element is inf or NaN, else 0: 0-dim float32. Finite numbers whose squares overflow are finite.
@@ -157,7 +158,10 @@ class Gradients {
   ///     ga::Trainer trainer(model, sgd, objective, RejectLarge{.limit = 10});
   ///     std::cout << trainer.fit(batches).rejected << " windows rejected\n";
   ///
-  /// All ranks must reject the same windows, else the next one throws. `norm()` is equal on all.
+  /// Applies to the window of an accumulator or a Trainer, and to an object that is passed to `step(gradients)`:
+  /// another object made of the same parameters is another window. Buffers, such as BatchNorm's statistics, and random
+  /// numbers have changed in the forward pass. All ranks must reject the same windows, which the next window checks;
+  /// `norm()` is equal on all.
   void reject(std::string why = {});
   /// Returns the argument of `reject()`; nullopt if it was not called.
   const std::optional<std::string>& rejected() const;

@@ -335,6 +335,9 @@ TEST_CASE("GuardNorm: non-finite gradients are left to OnNan; a fit without upda
   const auto before = flat(model);
   const auto ignored = trainer.fit(batches, {.on_nan = ga::OnNan::ignore});
   CHECK((ignored.rejected == 3 && torch::equal(flat(model), before)));
+  ga::Trainer by_ratio(model, sgd, nan_for_one_row, ga::GuardNorm{.max_ratio = 1e9});
+  CHECK(by_ratio.fit(batches, {.on_nan = ga::OnNan::ignore}).first_rejected ==
+        "batch 1 of epoch 0 (both counted from 0), in update 2: a gradient norm of NaN or infinity");
 }
 
 namespace {

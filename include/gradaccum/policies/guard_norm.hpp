@@ -21,15 +21,18 @@ namespace gradaccum {
 ///       optimizer.zero_grad();
 ///     }
 ///
-/// A rejected window changes nothing: not the parameters, the optimizer's state and step counts, a schedule, an Ema or
-/// the growth of a loss scale. Its norm is the L2 norm of the mean gradients before clipping, whose limits are `max`
-/// and `max_ratio` times a quantile of the last norms. The quantile needs `history` / 2 norms. Norms of rejected
-/// windows are among them, so that training resumes if all norms stay large. `FitReport::first_rejected` names the
-/// first batch.
+/// A rejected window changes neither the parameters nor the optimizer's state and step counts, a schedule, an Ema or
+/// the growth of a loss scale. The forward pass has already changed buffers, such as BatchNorm's statistics, and random
+/// numbers.
 ///
-/// Norms of NaN or infinity are rejected, too, after `OnNan` and a loss scaler, which lowers its scale. In a loop with
-/// an AmpScaler, call `scaler.unscale_(optimizer)` before. Resuming: a state contains the norms. Ranks: all have the
-/// same norm, and reject the same windows.
+/// Norms. The L2 norm of the mean gradients before clipping must be at most `max`, and at most `max_ratio` times a
+/// quantile of the last norms. The quantile needs `history` / 2 norms. Norms of rejected windows are among them, so
+/// that `max_ratio` follows norms that stay large. Norms of NaN or infinity are rejected, too, after `OnNan` and a loss
+/// scaler, which lowers its scale. Place it before `ClipValue` and policies that change gradients, and in a loop with
+/// an AmpScaler behind `scaler.unscale_(optimizer)`.
+///
+/// Reports. `FitReport::first_rejected` names the first batch. Resuming: a state contains the norms. Ranks: all have
+/// the same norm, and reject the same windows.
 ///
 /// @note One read of the gradients, which clipping by the norm and the check for NaN share. Reads 8 bytes per window
 /// from a device, which synchronizes.

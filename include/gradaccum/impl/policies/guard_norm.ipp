@@ -51,11 +51,10 @@ GRADACCUM_INLINE void GuardNorm::before_step(Gradients gradients) {
   if (gradients.items() == 0) return;
   if (!gradients.norm_before_clipping().defined()) gradients.set_norm_before_clipping(gradients.norm());
   const auto norm = gradients.norm_before_clipping().item<double>();
+  if (!detail::is_finite(norm)) return gradients.reject("a gradient norm of NaN or infinity");
   const auto most = limit();
-  const bool is_finite = detail::is_finite(norm);
-  if (!is_finite || norm > most)
-    gradients.reject(fmt::format("a gradient norm of {:.4g}, above {:.4g}", norm, is_finite ? most : max));
-  if (!is_finite || norm == 0) return;
+  if (norm > most) gradients.reject(fmt::format("a gradient norm of {:.4g}, above {:.4g}", norm, most));
+  if (norm == 0) return;
   norms.push_back(norm);
   if (std::ssize(norms) > history) norms.erase(norms.begin());
 }
