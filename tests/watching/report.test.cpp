@@ -277,6 +277,19 @@ TEST_CASE("Report: NaN is a gap, and a skipped window has no point") {
   CHECK(gaps == gaps_of(loss));
 }
 
+TEST_CASE("Report: rejected windows are counted, and the first one is named") {
+  const Directory directory;
+  auto model = make_model();
+  torch::optim::SGD sgd(model->parameters(), 0.1);
+  auto batches = make_data();
+  ga::Trainer trainer(model, sgd, objective, ga::GuardNorm{.max = 1e-9}, report_at(directory / "run.html"));
+  const auto report = trainer.fit(batches);
+  const Page page(text_of(directory / "run.html"));
+  CHECK(page.number("rejected") == 10);
+  CHECK(contains(report.first_rejected, "batch 0 of epoch 0"));
+  CHECK(contains(page["settings"].dump(), report.first_rejected));
+}
+
 TEST_CASE("Report: a page that can no longer be written does not end the training") {
   const Directory directory;
   std::filesystem::create_directories(directory / "pages");

@@ -123,7 +123,10 @@ struct ReportRun {
     page.number("samples per second", report.samples_per_second, rate_text(report.samples_per_second));
     page.number("validations", std::ssize(report.validations));
     if (report.nan_batches > 0) page.number("left out for a loss or gradient of NaN or infinity", report.nan_batches);
-    if (report.rejected > 0) page.number("rejected", report.rejected);
+    if (report.rejected > 0) {
+      page.number("rejected", report.rejected);
+      set("first rejected window", report.first_rejected);
+    }
     set("parameters", parameters_text(trainer.parameters()));
     set("device", trainer.device().str());
     set("trains for", limits_text(fit));
