@@ -93,7 +93,7 @@ class AmpScaler {
   /// Steps the optimizer, or discards gradients that overflowed with their window. Inside an accumulator's window it
   /// only counts the micro-batch. The result converts to true if the parameters were updated, or if that is left to the
   /// device (`.on_device`); an accumulator then counts an update either way. Without gradients, or with an empty
-  /// window, there is no update, and the step does not count towards growth.
+  /// window, or after `Gradients::reject()`, there is no update, and the step does not count towards growth.
   ///
   /// @note Reads 4 bytes from the device when a window closes.
   template <class Optimizer>

@@ -356,6 +356,39 @@ TEST_CASE("AmpScaler on the device: a step that threw is not counted, and one wi
   }
 }
 
+TEST_CASE("AmpScaler on the device: a rejected window changes nothing, and one that overflows lowers the scale",
+          "[cuda]") {
+  auto batches = make_batches({5, 5, 5, 5, 5}, at::kFloat);
+  for (auto& batch : batches) batch = {batch.data.to(at::kCUDA), batch.target.to(at::kCUDA)};
+  batches[1].target *= 1e6;
+  const auto train = [&](std::optional<bool> on_device) {  // empty: without the two bad batches, and without a scale
+    auto model = make_model(at::kFloat);
+    model->to(at::kCUDA);
+    ga::optim::AdamW adamw(model->parameters(), 0.1);
+    ga::GradAccumulator optimizer(adamw);
+    ga::AmpScaler scaler({.init_scale = 64, .enabled = on_device.has_value(), .on_device = on_device.value_or(false)});
+    ga::GuardNorm guard{.max = 100.0};
+    for (std::size_t i = 0; i < batches.size(); ++i) {
+      if (!on_device && (i == 1 || i == 3)) continue;
+      scaler.scale(loss_of(model, batches[i]) * (i == 3 ? inf : 1.0)).backward();
+      scaler.unscale_(optimizer);
+      guard.before_step(optimizer.gradients());
+      CHECK(bool(scaler.step(optimizer)) == (i != 1 && i != 3));
+      scaler.update();
+      optimizer.zero_grad();
+      if (!on_device) continue;
+      const auto state = scaler.state_dict();
+      CHECK(state.at("_growth_tracker") == std::vector<double>{1, 1, 2, 0, 1}[i]);
+      CHECK(state.at("scale") == (i < 3 ? 64 : 32));
+    }
+    CHECK(optimizer.updates() == 3);
+    return flat(model);
+  };
+  const auto expected = train(std::nullopt);
+  CHECK(at::equal(train(false), expected));
+  CHECK(at::equal(train(true), expected));
+}
+
 TEST_CASE("AmpScaler on the device: a Trainer refuses it, with the option's name", "[cuda]") {
   auto model = make_model(at::kFloat);
   ga::optim::SGD sgd(model->parameters(), 0.1);

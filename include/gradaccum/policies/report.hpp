@@ -20,7 +20,7 @@ struct ReportRun;
 ///                                                           .settings = {{"data", "random numbers"}}});
 ///     trainer.fit(batches);
 ///
-/// The curves are `train/loss`, `train/lr`, `train/grad_norm` (if a policy clips by norm), `train/samples_per_second`
+/// The curves are `train/loss`, `train/lr`, `train/grad_norm` (if a policy measures it), `train/samples_per_second`
 /// (without the time of validations), memory by kind, and all metrics of a `Validate`, such as `validation/loss`. The
 /// page also has the progress, the remaining time, the FitReport so far, and settings: yours and the trainer's. For a
 /// loop of your own use `RunPage`.

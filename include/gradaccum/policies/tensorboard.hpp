@@ -22,7 +22,7 @@ struct TensorBoardRun;
 ///     const double loss = trainer.evaluate(batches)["loss"];
 ///     trainer.policy<ga::TensorBoard>().writer()->add_scalar("test/loss", loss, trainer.updates());
 ///
-/// The curves are `train/loss`, `train/lr`, `train/grad_norm` (if a policy clips by norm), `train/samples_per_second`
+/// The curves are `train/loss`, `train/lr`, `train/grad_norm` (if a policy measures it), `train/samples_per_second`
 /// (without the time of validations), `memory/resident` and, on a device, `memory/occupied`, in bytes, at most twice
 /// per second, and all metrics of a `Validate`, such as `validation/loss`. Skipped windows have no point; NaN has one.
 ///

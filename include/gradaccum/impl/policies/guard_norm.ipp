@@ -41,18 +41,19 @@ GRADACCUM_INLINE void GuardNorm::check() const {
 }
 
 GRADACCUM_INLINE double GuardNorm::limit() const {
+  check();
   if (norms.empty() || std::ssize(norms) < history / 2) return max;
   return std::min(max, max_ratio * detail::quantile_of(norms, quantile));
 }
 
 /// Does not keep norms of 0, as of frozen models: a median of 0 would reject every other norm.
 GRADACCUM_INLINE void GuardNorm::before_step(Gradients gradients) {
-  check();
+  const auto most = limit();
   if (gradients.items() == 0) return;
-  if (!gradients.norm_before_clipping().defined()) gradients.set_norm_before_clipping(gradients.norm());
+  if (!gradients.norm_before_clipping().defined())
+    clip_grad_norm_(gradients, std::numeric_limits<double>::infinity());  // only measures
   const auto norm = gradients.norm_before_clipping().item<double>();
   if (!detail::is_finite(norm)) return gradients.reject("a gradient norm of NaN or infinity");
-  const auto most = limit();
   if (norm > most) gradients.reject(fmt::format("a gradient norm of {:.4g}, above {:.4g}", norm, most));
   if (norm == 0) return;
   norms.push_back(norm);
