@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes flop_counter.hpp: the operations of forward and backward passes of ten networks, counted by FlopCounterMode.
+"""Writes flop_counter.hpp: the operations of forward and backward passes of twelve networks, counted by FlopCounterMode.
 
 Each network is a function of two tensors: one that needs a gradient, and a weight.
 """

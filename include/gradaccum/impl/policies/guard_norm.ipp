@@ -6,30 +6,17 @@
 
 #include <gradaccum/detail/types/types.hpp>
 
+#include <ATen/ops/quantile.h>
 #include <ATen/ops/tensor.h>
 #include <c10/util/Exception.h>
 
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
 
 #include <gradaccum/impl/begin.ipp>
 
 namespace gradaccum {
-
-namespace detail {
-
-/// Interpolates linearly between two values, as torch.quantile does.
-GRADACCUM_INLINE double quantile_of(std::vector<double> values, double quantile) {
-  std::ranges::sort(values);
-  const double place = quantile * static_cast<double>(values.size() - 1);
-  const auto below = static_cast<std::size_t>(place);
-  const auto above = std::min(below + 1, values.size() - 1);
-  return values[below] + (values[above] - values[below]) * (place - std::floor(place));
-}
-
-}  // namespace detail
 
 GRADACCUM_INLINE void GuardNorm::check() const {
   TORCH_CHECK(max > 0, "GuardNorm: max must be > 0, got ", max);
@@ -42,8 +29,8 @@ GRADACCUM_INLINE void GuardNorm::check() const {
 
 GRADACCUM_INLINE double GuardNorm::limit() const {
   check();
-  if (norms.empty() || std::ssize(norms) < history / 2) return max;
-  return std::min(max, max_ratio * detail::quantile_of(norms, quantile));
+  if (!detail::is_finite(max_ratio) || norms.empty() || std::ssize(norms) < history / 2) return max;
+  return std::min(max, max_ratio * at::quantile(at::tensor(norms, at::kDouble), quantile).item<double>());
 }
 
 /// Does not keep norms of 0, as of frozen models: a median of 0 would reject every other norm.

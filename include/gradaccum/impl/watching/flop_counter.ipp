@@ -10,7 +10,6 @@
 #include <c10/util/Exception.h>
 #include <c10/util/accumulate.h>
 
-#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
@@ -54,12 +53,12 @@ GRADACCUM_INLINE std::int64_t convolution_flops(Inputs inputs) {
   if (inputs[6].toBool()) return convolution_flops(x.size(0), x.sizes(), weight.numel());
   const auto of_dim = [](const c10::IValue& list, std::int64_t dim) {  // a list of one number is for all dimensions
     const auto numbers = list.toIntVector();
-    return numbers[std::min(static_cast<std::size_t>(dim), numbers.size()) - 1];
+    return numbers[numbers.size() == 1 ? 0 : static_cast<std::size_t>(dim)];
   };
   auto output = x.sizes().vec();
   for (std::int64_t dim = 2; dim < x.dim(); ++dim) {
-    const auto stride = of_dim(inputs[3], dim - 1), padding = of_dim(inputs[4], dim - 1);
-    const auto kernel = of_dim(inputs[5], dim - 1) * (weight.size(dim) - 1) + 1;
+    const auto stride = of_dim(inputs[3], dim - 2), padding = of_dim(inputs[4], dim - 2);
+    const auto kernel = of_dim(inputs[5], dim - 2) * (weight.size(dim) - 1) + 1;
     output[static_cast<std::size_t>(dim)] = (x.size(dim) + 2 * padding - kernel) / stride + 1;
   }
   return convolution_flops(x.size(0), output, weight.numel());
