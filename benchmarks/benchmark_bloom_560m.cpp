@@ -7,6 +7,7 @@
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/memory_meter.hpp>
+#include <gradaccum/progress_line.hpp>
 
 #include <cstdio>
 #include <filesystem>
@@ -229,10 +230,10 @@ void print_row(const Way& way, const Found& found, const harness::Options& optio
   const auto& any = found.at(way.name).front();
   const auto number = [&](const char* name) { return any.at(name).get<double>(); };
   const double seconds = seconds_of(found, way.name), updates = static_cast<double>(any.at("seconds").size());
-  const double share = number("flops") / updates / seconds / number("product_rate");
+  const double flops = number("flops") / updates / seconds, peak_flops = number("product_rate");
   const double peak = number("peak") / gigabyte, resident = number("resident") / gigabyte;
-  fmt::print("  {:<60} {:>6.2f} {:>8.2f} {:>7.2f} {:>8.0f} {:>6.0f} % ", way.name, peak, resident, seconds,
-             number("tokens") / updates / seconds, 100 * share);
+  fmt::print("  {:<60} {:>6.2f} {:>8.2f} {:>7.2f} {:>8.0f}  {:<40}", way.name, peak, resident, seconds,
+             number("tokens") / updates / seconds, ga::flops_text(flops, peak_flops));
   std::string ratios;
   for (const auto* mkl : {"", ", MKL as it is"})
     for (const auto* peer : {"the article's loop, padded to 1024", "the article's loop, true lengths"})
@@ -241,9 +242,10 @@ void print_row(const Way& way, const Found& found, const harness::Options& optio
         ratios += fmt::format(R"(, "{}{}, over it": {})", peer, mkl, theirs / seconds);
       }
   fmt::print("{}\n", goal_text(way, peak));
-  harness::append_json(options, fmt::format(R"({{"benchmark": "bloom_560m", "contestant": "{}", "median_s": {}, )"
-                                            R"("peak_bytes": {}, "resident_bytes": {}, "share_of_products": {}{}}})",
-                                            way.name, seconds, number("peak"), number("resident"), share, ratios));
+  harness::append_json(options,
+                       fmt::format(R"({{"benchmark": "bloom_560m", "contestant": "{}", "median_s": {}, )"
+                                   R"("peak_bytes": {}, "resident_bytes": {}, "share_of_products": {}{}}})",
+                                   way.name, seconds, number("peak"), number("resident"), flops / peak_flops, ratios));
 }
 
 }  // namespace
@@ -286,7 +288,7 @@ int main(int argc, char** argv) {
       article::reviews_of_update, config.n_layer, config.hidden_size, config.vocab_size,
       static_cast<double>(config.parameter_count()) / 1e6, harness::machine(options));
   fmt::print(
-      "  GB of tensors at the peak, and resident; seconds an update; tokens/s; share of the rate of products alone;\n"
+      "  GB of tensors at the peak, and resident; seconds an update; tokens/s; FLOP/s and MFU of products alone;\n"
       "  the article's time over it: padded, at true lengths{}\n",
       tells_mkl ? ", and again with MKL as it is" : "");
   for (auto& way : ways) print_row(way, found, options);

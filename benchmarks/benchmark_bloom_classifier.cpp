@@ -6,9 +6,11 @@
 
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/data/length_buckets.hpp>
+#include <gradaccum/flop_counter.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/memory_meter.hpp>
 #include <gradaccum/optim/adam.hpp>
+#include <gradaccum/progress_line.hpp>
 
 #include <algorithm>
 #include <cmath>
@@ -104,6 +106,21 @@ void compare_accuracies() {
   if (ga::is_bf16_fast(at::kCPU)) fmt::print("  in bfloat16 {:.1f} %\n", ours(true));
 }
 
+/// Prints the throughput by the useful work: tokens without padding, and the FLOP of the example's float32 update.
+void print_throughput(const std::vector<harness::Contestant>& contestants, const std::vector<double>& medians,
+                      Ours& ours, const Reviews& data) {
+  const ga::FlopCounter counter;
+  ours.window(data);
+  const auto flops = static_cast<double>(counter.get_total_flops());
+  std::int64_t tokens = 0;
+  for (auto& review : data.ids) tokens += review.size(0);
+  for (std::size_t i = 0; i < medians.size(); ++i) {
+    const auto dtype = contestants[i].name.ends_with("bfloat16") ? at::kBFloat16 : at::kFloat;
+    fmt::print("  {:<48} {:>7.0f} tokens/s, {}\n", contestants[i].name, static_cast<double>(tokens) / medians[i],
+               ga::flops_text(flops / medians[i], ga::measure_peak_flops(at::kCPU, dtype)));
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -129,9 +146,10 @@ int main(int argc, char** argv) {
       {"the article's loop, padded to 1024", [&] { padded.window(data); }, weights_of(padded)},
       {"the article's loop, true lengths", [&] { unpadded.window(data); }, weights_of(unpadded)}};
   if (with_bfloat16) contestants.push_back({"the example, bfloat16", [&] { bfloat16.window(data); }});
-  harness::contest(fmt::format("An update of {} reviews, BLOOM of {} layers, width {}, {} words", reviews,
-                               config.n_layer, config.hidden_size, config.vocab_size),
-                   contestants, reviews, "reviews", options);
+  const auto medians = harness::contest(fmt::format("An update of {} reviews, BLOOM of {} layers, width {}, {} words",
+                                                    reviews, config.n_layer, config.hidden_size, config.vocab_size),
+                                        contestants, reviews, "reviews", options);
+  print_throughput(contestants, medians, ours, data);
   fmt::print("  Peak memory of an update, MiB beyond weights and the optimizer's state:\n");
   fmt::print("  the example, float32 {:.0f}; the article's loop {:.0f}, with true lengths {:.0f}\n",
              peak_mib(ours, data), peak_mib(padded, data), peak_mib(unpadded, data));

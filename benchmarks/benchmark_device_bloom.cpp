@@ -8,6 +8,7 @@
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/compiled_step.hpp>
 #include <gradaccum/data/length_buckets.hpp>
+#include <gradaccum/flop_counter.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/graphed_step.hpp>
 #include <gradaccum/memory_meter.hpp>
@@ -250,19 +251,20 @@ double reviews_a_second(const Way& way) { return static_cast<double>(way.count.r
 
 void print(const std::vector<Way>& ways, const bloom::BloomConfig& config, double rate, std::int64_t model_bytes,
            const harness::Options& options) {
-  fmt::print("  {:<44} {:>10} {:>10} {:>8} {:>9} {:>10} {:>16}\n", "", "reviews/s", "tokens/s", "MFU", "peak, GB",
-             "before, s", "x the first row");
+  fmt::print("  {:<44} {:>10} {:>10} {:>8} {:>8} {:>9} {:>10} {:>16}\n", "", "reviews/s", "tokens/s", "TFLOP/s", "MFU",
+             "peak, GB", "before, s", "x the first row");
   for (auto& way : ways) {
     const auto tokens = static_cast<double>(way.count.tokens) / way.count.seconds;
-    const auto mfu = tokens * flops_of_token(config) / rate;
+    const auto flops = tokens * flops_of_token(config), mfu = flops / rate;
     const auto peak = model_bytes + way.count.peak_bytes;
-    fmt::print("  {:<44} {:>10.1f} {:>10.0f} {:>6.1f} % {:>9.2f} {:>10.1f} {:>16.2f}\n", way.name,
-               reviews_a_second(way), tokens, 100 * mfu, static_cast<double>(peak) / 1e9, way.count.seconds_before,
-               reviews_a_second(way) / reviews_a_second(ways.front()));
-    harness::append_json(options,
-                         fmt::format(R"({{"benchmark": "device_bloom", "contestant": "{}", "median_s": {}, )"
-                                     R"("reviews_per_s": {}, "tokens_per_s": {}, "mfu": {}, "peak_bytes": {}}})",
-                                     way.name, 1 / reviews_a_second(way), reviews_a_second(way), tokens, mfu, peak));
+    fmt::print("  {:<44} {:>10.1f} {:>10.0f} {:>8.1f} {:>6.1f} % {:>9.2f} {:>10.1f} {:>16.2f}\n", way.name,
+               reviews_a_second(way), tokens, flops / 1e12, 100 * mfu, static_cast<double>(peak) / 1e9,
+               way.count.seconds_before, reviews_a_second(way) / reviews_a_second(ways.front()));
+    harness::append_json(
+        options,
+        fmt::format(R"({{"benchmark": "device_bloom", "contestant": "{}", "median_s": {}, )"
+                    R"("reviews_per_s": {}, "tokens_per_s": {}, "flops_per_s": {}, "mfu": {}, "peak_bytes": {}}})",
+                    way.name, 1 / reviews_a_second(way), reviews_a_second(way), tokens, flops, mfu, peak));
   }
 }
 
@@ -305,7 +307,7 @@ int main(int argc, char** argv) {
   auto ways = all_ways(model, data, steps);
   std::erase_if(ways, [&](const Way& way) { return way.name.find(only) == std::string::npos; });
   TORCH_CHECK(!ways.empty(), "benchmark_device_bloom: --only must be part of the name of a way, got ", only);
-  const auto rate = harness::product_rate(torch::kBFloat16, product);
+  const auto rate = ga::measure_peak_flops(device, torch::kBFloat16, product);
   for (int round = 0; round < rounds; ++round)
     for (auto& way : ways) {
       measure(way, seconds / rounds / static_cast<double>(ways.size()));

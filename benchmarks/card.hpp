@@ -50,19 +50,4 @@ inline void print_card() {
   std::fflush(stdout);
 }
 
-/// Measures FLOP/s of the product of two square matrices of `rows` rows.
-inline double product_rate(at::ScalarType dtype, std::int64_t rows) {
-  constexpr int products = 10;
-  const auto a = torch::randn({rows, rows}, device).to(dtype), b = torch::randn({rows, rows}, device).to(dtype);
-  const auto run = [&] {
-    for (int i = 0; i < products; ++i) torch::mm(a, b);
-    torch::cuda::synchronize();
-  };
-  run();
-  std::vector<double> times;
-  for (int i = 0; i < 5; ++i) times.push_back(seconds(run));
-  const auto side = static_cast<double>(rows);
-  return products * 2 * side * side * side / median(times);
-}
-
 }  // namespace harness

@@ -135,9 +135,9 @@ inline void print_row(const Contestant& contestant, const std::vector<double>& t
 }
 
 /// Times the contestants in turn and prints their medians, and the median of the ratios pair by pair.
-/// `units`: the work of one run, such as its number of samples.
-inline void contest(const std::string& title, const std::vector<Contestant>& all, double units, const std::string& unit,
-                    const Options& options) {
+/// `units`: the work of one run, such as its number of samples. Returns the medians of a run's seconds.
+inline std::vector<double> contest(const std::string& title, const std::vector<Contestant>& all, double units,
+                                   const std::string& unit, const Options& options) {
   for (auto& contestant : all) seconds(contestant);
   check_results(all);
   const auto runs = runs_to_time(all[0], options);
@@ -158,10 +158,11 @@ inline void contest(const std::string& title, const std::vector<Contestant>& all
     }
   const auto where = machine(options);
   fmt::print("{}\n  {}\n", title, where);
+  std::vector<double> medians;
   for (std::size_t i = 0; i < all.size(); ++i) {
     std::vector<double> ratios;
     for (int repeat = 0; repeat < options.repeats; ++repeat) ratios.push_back(times[i][repeat] / times[0][repeat]);
-    const auto middle = median(times[i]);
+    const auto middle = medians.emplace_back(median(times[i]));
     print_row(all[i], times[i], median(times[0]) < 1e-3, units / middle, unit, median(ratios));
     append_json(options, fmt::format(R"({{"benchmark": "{}", "contestant": "{}", "bound": {}, "median_s": {}, )"
                                      R"("{}_per_s": {}, "time_over_ours": {}, "repeats": {}, "machine": "{}"}})",
@@ -169,6 +170,7 @@ inline void contest(const std::string& title, const std::vector<Contestant>& all
                                      options.repeats, where));
   }
   std::fflush(stdout);
+  return medians;
 }
 
 }  // namespace harness

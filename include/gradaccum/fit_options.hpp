@@ -71,12 +71,16 @@ struct FitOptions {
   ResumeFrom resume = {};       ///< resume from the newest state in this directory, if there is one; see `ga::save`
   bool allow_changes = false;   ///< with `resume`: allow a different model, data or settings
   bool measure_memory = false;  ///< report the peak of tensor memory, by a MemoryMeter; not inside LibTorch's profiler
+  std::string unit = {};        ///< name of the losses' items, such as "tokens", to report their number per second
+  bool count_flops = false;     ///< report FLOP/s: counts the first micro-batch of each layout; see `FlopCounter`
+  double peak_flops = 0;        ///< FLOP/s of a device, to report the MFU, and FLOP/s; see `measure_peak_flops`
 
   /// Returns true if there is a limit other than epochs. The number of epochs is then unlimited unless given.
   bool has_limit() const { return updates || samples || time; }
+  bool counts_flops() const { return count_flops || peak_flops > 0; }
 };
 
-/// Throws if a limit is negative.
+/// Throws if a limit or a peak is negative.
 void check(const FitOptions& options);
 
 /// The progress of a `fit`, which `TrainerBase::progress()` returns.
@@ -97,8 +101,11 @@ class FitProgress {
 
   /// Returns true if a limit is reached or the training was stopped, also within an epoch.
   bool done() const;
-  int signal() const { return signal_; }  ///< the signal that ends it early; 0 if none did
-  double seconds() const;                 ///< time so far, with that of the runs that this one resumes
+  int signal() const { return signal_; }   ///< the signal that ends it early; 0 if none did
+  double seconds() const;                  ///< time so far, with that of the runs that this one resumes
+  double items() const { return items_; }  ///< of all losses so far
+  double flops() const { return flops_; }  ///< FLOP of all micro-batches so far, with `count_flops` or a peak
+  double peak_flops() const { return options.peak_flops * ranks_; }  ///< of all ranks' devices; 0 if not given
   /// Returns the fraction of the training that is done, in [0, 1]; nullopt while it is unknown.
   std::optional<double> fraction() const;
 
@@ -107,7 +114,8 @@ class FitProgress {
 
   double seconds_of_call() const;
 
-  int signal_ = 0;
+  int signal_ = 0, ranks_ = 1;
+  double items_ = 0, flops_ = 0;
   Clock::time_point start_ = Clock::now();  // less the time of the runs that this one resumes
   Clock::time_point begun_ = Clock::now();
 };
@@ -116,14 +124,18 @@ class FitProgress {
 ///
 ///     std::cout << ga::Trainer(model, sgd, objective).fit(batches, {.epochs = 3});
 ///
-/// Its lines begin with `Time:`, in seconds, `Samples/second:`, `GPU memory occupied:`, `CPU memory occupied:`, `Peak
-/// tensor memory:`, `Peak resident memory:`, `Epochs:`, and, if they apply, `Windows rejected:`, `Stopped early:`,
-/// `Last validation, at update` for each `Validate`, and `Note:`. 1 MB is 2^20 bytes.
+/// Its lines begin with `Time:`, in seconds, `Samples/second:`, `Tokens/second:` by `.unit`, `FLOP/s:`, `GPU memory
+/// occupied:`, `CPU memory occupied:`, `Peak tensor memory:`, `Peak resident memory:`, `Epochs:`, and, if they apply,
+/// `Windows rejected:`, `Stopped early:`, `Last validation, at update` for each `Validate`, and `Note:`. 1 MB is 2^20
+/// bytes.
 struct FitReport {
   std::int64_t epochs = 0, updates = 0, skipped = 0, samples = 0;  ///< skipped: windows without an update
   double seconds = 0, samples_per_second = 0;
-  std::string resumed_from = {};    ///< the loaded state; all numbers then include the runs before it
-  std::string stopped = {};         ///< why it stopped early; empty if it did not
+  std::string unit = {};             ///< FitOptions::unit
+  double items = 0;                  ///< of all losses, in this unit
+  double flops = 0, peak_flops = 0;  ///< FLOP of all micro-batches, and FLOP/s of all ranks' devices; 0 if not counted
+  std::string resumed_from = {};     ///< the loaded state; all numbers then include the runs before it
+  std::string stopped = {};          ///< why it stopped early; empty if it did not
   int signal = 0;                   ///< the signal that ended it, such as SIGTERM; programs then exit with 128 + signal
   std::int64_t nan_batches = 0;     ///< batches left out by `OnNan::skip`
   std::string first_nan = {};       ///< the first of these

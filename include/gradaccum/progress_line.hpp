@@ -20,6 +20,7 @@ struct ProgressLineOptions {
   std::chrono::milliseconds on_terminal{100};   ///< interval of rewriting the line on a terminal
   std::chrono::milliseconds elsewhere{30'000};  ///< interval of adding a line elsewhere, such as in a log file
   std::string unit = "samples";                 ///< name of the counted items
+  double peak_flops = 0;                        ///< of all devices together, to show the MFU; 0: unknown
 };
 
 /// Shows the progress of a run: ` 43% | update 401 | loss 2.2512 | 31024 samples/s | 0:41 left`.
@@ -39,10 +40,11 @@ class ProgressLine {
   ~ProgressLine() { clear(); }
 
   /// Shows the line if it is due. `fraction`, in [0, 1], is the part of the run that is done, or nullopt if unknown;
-  /// `samples` is the number so far. `text()` returns the text between percentage and rate.
+  /// `samples` is the number so far. `text()` returns the text between percentage and rate. `flops`, the number of
+  /// floating-point operations so far, is shown as FLOP/s and MFU.
   template <class Text>
-  void update(std::optional<double> fraction, std::int64_t samples, const Text& text) {
-    if (is_due()) show(line(fraction, samples, text()));
+  void update(std::optional<double> fraction, std::int64_t samples, const Text& text, double flops = 0) {
+    if (is_due()) show(line(fraction, samples, text(), flops));
   }
 
   /// Returns true if nothing will ever be shown.
@@ -55,25 +57,28 @@ class ProgressLine {
   void say(const std::string& text);
 
   /// Restarts the measurement of time, with the work that is already done, which the rate excludes.
-  void restart(double fraction = 0, std::int64_t samples = 0);
+  void restart(double fraction = 0, std::int64_t samples = 0, double flops = 0);
 
  private:
   using Clock = std::chrono::steady_clock;
 
   bool is_due();
-  std::string line(std::optional<double> fraction, std::int64_t samples, const std::string& text) const;
+  std::string line(std::optional<double> fraction, std::int64_t samples, const std::string& text, double flops) const;
   void show(std::string line);
 
   ProgressLineOptions options_;
   bool on_terminal_;
   Clock::time_point start_ = Clock::now(), last_shown_ = start_;
-  double fraction_before_ = 0;
+  double fraction_before_ = 0, flops_before_ = 0;
   std::int64_t samples_before_ = 0;
   std::size_t width_ = 0;  // width of the line on the terminal
 };
 
 /// Formats a number per second: `31024`, `8.86`, `0.42`. Small ones have three significant digits.
 std::string rate_text(double rate);
+
+/// Formats FLOP/s with the MFU, their share of a peak, if that is not 0: `1.23 TFLOP/s, MFU 43.2 % of 2.85 TFLOP/s`.
+std::string flops_text(double flops_per_second, double peak = 0);
 
 namespace detail {
 

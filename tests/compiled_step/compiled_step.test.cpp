@@ -429,9 +429,10 @@ TEST_CASE("A trainer trains with a compiled step", "[compiled_step]") {
   ga::CompiledStep counted(net, counted_loss, in_perceptron);
   ga::Trainer trainer(net, sgd, counted, ga::Accumulate{.steps = 2});
   ga::Trainer other_trainer(other, other_sgd, counted_loss, ga::Accumulate{.steps = 2});
-  trainer.fit(batches, {.epochs = 2});
-  other_trainer.fit(batches, {.epochs = 2});
+  const auto report = trainer.fit(batches, {.epochs = 2, .count_flops = true});
+  const auto other_report = other_trainer.fit(batches, {.epochs = 2, .count_flops = true});
   CHECK(worst(net->parameters(), other->parameters()) < 1e-5);
+  CHECK(report.flops == other_report.flops);  // by the objective's run on the first batch of each layout
   const auto evaluated = trainer.evaluate(batches, ga::Accuracy{});
   CHECK(evaluated.metrics.at("accuracy") == other_trainer.evaluate(batches, ga::Accuracy{}).metrics.at("accuracy"));
   const bool any_rows = counted.report().eager == 0;  // LibTorch 2.11 compiles only for this number of rows

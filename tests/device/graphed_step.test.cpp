@@ -199,6 +199,24 @@ TEST_CASE("GraphedStep: replaces the objective of loss.backward() and of a Train
   CHECK(at::equal(results[1], results[3]));
 }
 
+TEST_CASE("GraphedStep: a FlopCounter counts each layout once, as the objective", "[cuda]") {
+  if (!has_graphs()) SKIP(missing);
+  const auto batches = batches_on_device({4, 4, 5, 4, 5, 4});
+  std::vector<double> flops;
+  for (const bool graphed : {false, true}) {
+    auto model = make_network();
+    ga::GraphedStep step(model, objective);
+    ga::optim::AdamW adamw(model->parameters(), 0.01);
+    const ga::FitOptions counted{.epochs = 2, .count_flops = true};
+    const auto report = graphed ? ga::Trainer(model, adamw, step).fit(batches, counted)
+                                : ga::Trainer(model, adamw, objective).fit(batches, counted);
+    CHECK(step.report().captured == (graphed ? 2 : 0));
+    flops.push_back(report.flops);
+  }
+  CHECK(flops[0] > 0);
+  CHECK(flops[0] == flops[1]);
+}
+
 TEST_CASE("GraphedStep: a GuardNorm rejects windows of replayed steps", "[cuda]") {
   if (!has_graphs()) SKIP(missing);
   auto batches = batches_on_device({4, 4, 4, 4, 4, 4});

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/catch.hpp"
 
+#include <gradaccum/checkpoint.hpp>
 #include <gradaccum/flop_counter.hpp>
 
 #include "pytorch_values/flop_counter.hpp"
@@ -94,28 +95,50 @@ TEST_CASE("FlopCounter: counts the passes of networks as Python's FlopCounterMod
   }
 }
 
-TEST_CASE("FlopCounter: by operation, without elementwise ones, and with those of other threads") {
+TEST_CASE("FlopCounter: by operation, without elementwise ones, and without those of other threads") {
   const ga::FlopCounter counter;
   const auto a = torch::ones({2, 3}), b = torch::ones({3, 5});
   a.add(1).exp();
   CHECK(counter.get_flop_counts().empty());
   a.mm(b);
-  std::thread([&] { torch::addmm(torch::ones({5}), a, b); }).join();
+  torch::addmm(torch::ones({5}), a, b);
+  std::int64_t elsewhere = 0;
+  std::thread([&] { a.mm(b), elsewhere = flops_of_product(); }).join();
+  CHECK(elsewhere == 60);
   CHECK(counter.get_flop_counts() == std::map<std::string, std::int64_t>{{"aten::addmm", 60}, {"aten::mm", 60}});
   CHECK(counter.get_total_flops() == 120);
 }
 
-TEST_CASE("FlopCounter: one at a time, which counts from its construction and until its destruction") {
-  CHECK(flops_of_product() == 60);
+TEST_CASE("FlopCounter: counts from its construction until its destruction, also inside another one") {
   CHECK(flops_of_product() == 60);
   std::optional<ga::FlopCounter> counter(std::in_place);
-  REQUIRE_ERROR("FlopCounter: another one exists", ga::FlopCounter());
-  torch::ones({2, 3}).mm(torch::ones({3, 5}));
-  CHECK(counter->get_total_flops() == 60);  // the one that threw has changed nothing
+  CHECK(flops_of_product() == 60);
+  CHECK(counter->get_total_flops() == 60);
   REQUIRE_THROWS(torch::ones({2, 3}).mm(torch::ones({2, 3})));
   counter.reset();
   CHECK_FALSE(at::hasCallbacks());
   CHECK(flops_of_product() == 60);
+}
+
+TEST_CASE("FlopCounter: a backward pass that checkpoints run again counts as without them") {
+  const auto flops = [](bool checkpoints) {
+    const auto weight = torch::ones({6, 6}).requires_grad_();
+    const auto part = [&](const at::Tensor& x) { return x.mm(weight).tanh().mm(weight); };
+    const ga::FlopCounter counter;
+    const auto x = torch::ones({4, 6}).requires_grad_();
+    (checkpoints ? ga::checkpoint(part, x) : part(x)).sum().backward();
+    return counter.get_total_flops();
+  };
+  CHECK(flops(true) == flops(false));
+}
+
+TEST_CASE("measure_peak_flops: leaves the program's random numbers, and refuses a negative size") {
+  torch::manual_seed(3);
+  const auto expected = torch::rand({4});
+  torch::manual_seed(3);
+  CHECK(ga::measure_peak_flops(at::kCPU, at::kFloat, 64) > 0);
+  CHECK(torch::equal(torch::rand({4}), expected));
+  REQUIRE_ERROR("measure_peak_flops: rows must be >= 0, got -1", ga::measure_peak_flops(at::kCPU, at::kFloat, -1));
 }
 
 TEST_CASE("FlopCounter: empty tensors") {

@@ -14,7 +14,8 @@ class AnyBatch {
   virtual ~AnyBatch() = default;
   virtual std::int64_t samples() const = 0;
   virtual std::string fingerprint() const = 0;
-  virtual Loss loss() const = 0;  ///< runs the objective
+  virtual std::string layout() const = 0;  ///< dtypes and shapes of all tensors; empty if they are unknown
+  virtual Loss loss() const = 0;           ///< runs the objective
 
   /// Returns true if `FitMemory` can divide the batch. The functions below throw if it cannot.
   virtual bool is_divisible() const = 0;
@@ -38,6 +39,12 @@ class BatchOf final : public AnyBatch {
   BatchOf(Batch& batch, Model& model, Objective& objective) : batch_(batch), model_(model), objective_(objective) {}
   std::int64_t samples() const override { return samples_of(batch_); }
   std::string fingerprint() const override { return fingerprint_of(batch_); }
+  std::string layout() const override {
+    if constexpr (tells_its_tensors<Own> || holds_tensors_only<Own> || std::same_as<Own, std::vector<at::Tensor>>)
+      return layout_text(tensors_of(batch_));
+    else
+      return "";
+  }
   Loss loss() const override {
     constexpr bool is_objective = std::is_invocable_r_v<Loss, Objective&, Model&, Batch&>;
     static_assert(is_objective,

@@ -4,6 +4,7 @@
 #include <gradaccum/archive.hpp>
 #include <gradaccum/fit_options.hpp>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -15,8 +16,9 @@ namespace gradaccum::detail {
 /// With several ranks a request to stop or to save takes effect when all ranks have exchanged it, as a window closes.
 struct FitState : FitProgress {
   FitState() = default;
-  FitState(const FitOptions& of_fit, std::optional<std::int64_t> batches_of_epoch, bool with_others)
-      : together(with_others) {
+  /// `ranks`: 0 without other ranks.
+  FitState(const FitOptions& of_fit, std::optional<std::int64_t> batches_of_epoch, int ranks) : together(ranks > 0) {
+    ranks_ = std::max(ranks, 1);
     options = of_fit;
     batches = batches_of_epoch;
     running = true;
@@ -34,7 +36,7 @@ struct FitState : FitProgress {
   bool trained = false;             ///< this epoch had an update, or one that was skipped for an overflow
   std::int64_t windows = 0;         ///< windows in this call
   std::int64_t at_rate_0 = 0;       ///< updates in this call with all learning rates 0
-  double items = 0;                 ///< sum over all losses in this call
+  double unsent_flops = 0;          ///< of this rank, which other ranks do not know yet
   bool warned_of_nothing = false;   ///< of an epoch without an update
 
   /// Stops the training; with other ranks, once all have exchanged it, unless all decide `alike`.
@@ -46,6 +48,8 @@ struct FitState : FitProgress {
   void stop_at_limits();
   void interrupt(int by) { (together ? wants_signal : signal_) = by; }
   void interrupt_now(int by) { signal_ = by; }
+  /// Adds to the totals: of a micro-batch, or of other ranks' part of a window.
+  void add(double items, double flops) { items_ += items, flops_ += flops; }
   void request_save() { (together ? wants_save : saves) = true; }
   void count_window(bool moved, bool overflowed) {
     updates += moved;

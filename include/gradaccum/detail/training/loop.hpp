@@ -3,6 +3,7 @@
 
 #include <gradaccum/detail/training/any_batch.hpp>
 #include <gradaccum/detail/training/any_policy.hpp>
+#include <gradaccum/detail/training/batch_flops.hpp>
 #include <gradaccum/detail/training/data_position.hpp>
 #include <gradaccum/detail/training/fit_state.hpp>
 #include <gradaccum/detail/training/window_record.hpp>
@@ -94,6 +95,7 @@ class Loop {
   void run_epoch(AnyBatches& batches);
   bool visit(const AnyBatch& batch);
   bool train_batch(const AnyBatch& batch);
+  bool forward_and_backward(const AnyBatch& batch, bool may_close);
   bool train_parts(const AnyBatch& batch);
   void prepare_to_close();
   bool checks(const WindowGradients& gradients) const {
@@ -122,6 +124,7 @@ class Loop {
   DataPosition data_;
   Counts counts_;
   FitState fit_;
+  BatchFlops flops_;
   std::unique_ptr<BatchDivider> divider_;                     // null if batches are not divided
   std::int64_t batch_size_ = 0;                               // samples per window; 0: not counted
   std::function<std::int64_t(std::int64_t epoch)> steps_in_;  // null if no policy has set it

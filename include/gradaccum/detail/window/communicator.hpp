@@ -33,14 +33,16 @@ struct WindowTotals {
   double running = 0;        ///< flag: is inside a window, so that all send the gradients of one more micro-batch
   double unsent = 0;         ///< flag: has gradients that no backward has sent
   double rejected = 0;       ///< windows rejected so far
+  double flops = 0;          ///< of micro-batches since the last exchange, if they are counted
   std::vector<double> used;  ///< flags by parameter: has a gradient
 };
 
 /// Calls `visit` with each number of const or mutable totals, in a fixed order. Does not compile without all members.
 void for_each_number(auto& totals, auto visit) {
-  auto& [weight, active, samples, micro_batches, loss, stop, signal, save, running, unsent, rejected, used] = totals;
+  auto& [weight, active, samples, micro_batches, loss, stop, signal, save, running, unsent, rejected, flops, used] =
+      totals;
   for (auto* const number :
-       {&weight, &active, &samples, &micro_batches, &loss, &stop, &signal, &save, &running, &unsent, &rejected})
+       {&weight, &active, &samples, &micro_batches, &loss, &stop, &signal, &save, &running, &unsent, &rejected, &flops})
     visit(*number);
   for (auto& flag : used) visit(flag);
 }

@@ -5,6 +5,7 @@
 #include <gradaccum/checkpoint.hpp>
 
 #include <gradaccum/detail/types/recorded_inputs.hpp>
+#include <gradaccum/detail/types/uncounted.hpp>
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/ivalue.h>
@@ -447,6 +448,7 @@ class CheckpointFrame {
   }
 
   void rerun(Recomputation& recomputation) {
+    const UncountedScope uncounted;
     const ForwardState::Scope state(state_);
     const FrozenBuffers frozen(buffers.changed);
     recomputation.run(again_);

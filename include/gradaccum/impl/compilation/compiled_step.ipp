@@ -72,7 +72,7 @@ class StepComparison {
   }
 
   std::vector<StepDifference> differences() {
-    const auto wanted = trial_.result(objective_), got = other_();
+    const auto wanted = trial_.counted_result(objective_), got = other_();
     tolerance_ = wanted.tolerance;
     auto found = differences_of_steps(model_, wanted, got);
     if (found.empty() || tolerance_ < 0.1) return found;

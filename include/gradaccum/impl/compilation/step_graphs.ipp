@@ -11,6 +11,7 @@
 #include <gradaccum/detail/io/formats.hpp>
 #include <gradaccum/detail/platform/platform.hpp>
 #include <gradaccum/detail/types/types.hpp>
+#include <gradaccum/detail/types/uncounted.hpp>
 #include <gradaccum/detail/window/fused_gradients.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 #include <gradaccum/version.hpp>
@@ -219,8 +220,12 @@ class StepTrial {
   StepTrial& operator=(StepTrial&&) = delete;
   ~StepTrial() { begin_.put_back(); }
 
-  /// Runs one pass. Autograd computes the gradients, unless `run` stores them itself.
+  /// Runs one pass, which FlopCounters do not count. Autograd computes the gradients, unless `run` stores them itself.
   TrialResult result(c10::function_ref<Loss()> run) const {
+    const UncountedScope uncounted;
+    return counted_result(run);
+  }
+  TrialResult counted_result(c10::function_ref<Loss()> run) const {
     double tolerance = 0;
     auto result = this->result([&](std::vector<at::Tensor>& gradients) {
       auto loss = run();
@@ -795,6 +800,7 @@ class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
   /// gradients.
   Loss run(const StepGraph& graph, const std::vector<at::Tensor>& batch, std::vector<at::Tensor>& gradients,
            int exponent) const {
+    const UncountedScope uncounted;  // the code has only some of the operations
     auto inputs = inputs_of(model_, batch);
     inputs.push_back(at::scalar_tensor(std::exp2(exponent), at::TensorOptions(at::kFloat).device(device_)));
     auto outputs = graph.code.run(inputs, [&](auto& error) { return places_of_index(error, batch, graph); });

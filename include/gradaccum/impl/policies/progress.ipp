@@ -16,12 +16,13 @@ namespace gradaccum {
 namespace detail {
 
 struct ProgressRun {
-  ProgressRun(const TrainerBase& its_trainer, const ProgressLineOptions& line)
-      : trainer(its_trainer), progress(its_trainer.progress()), shown(line) {}
+  ProgressRun(const TrainerBase& its_trainer, const ProgressLineOptions& its_line)
+      : trainer(its_trainer), progress(its_trainer.progress()), line(its_line), shown(std::in_place, line) {}
 
   const TrainerBase& trainer;
   const FitProgress& progress;  // the trainer's
-  ProgressLine shown;
+  ProgressLineOptions line;
+  std::optional<ProgressLine> shown;  // of this fit
   WeightedMean loss = {};
   double lr = 0;
   bool begun = false;
@@ -29,10 +30,10 @@ struct ProgressRun {
   /// Shows whether and where the fit was resumed.
   void begin() {
     const auto& from = progress.resumed_from;
-    if (!from.empty()) shown.restart(progress.fraction().value_or(0), progress.samples);
+    if (!from.empty()) shown->restart(progress.fraction().value_or(0), count(), progress.flops());
     if (!progress.options.resume.empty())
-      shown.say(from.empty() ? fmt::format("no state in {} yet: from the beginning", progress.options.resume.string())
-                             : fmt::format("resumed from {}, in epoch {}", from, progress.epoch + 1));
+      shown->say(from.empty() ? fmt::format("no state in {} yet: from the beginning", progress.options.resume.string())
+                              : fmt::format("resumed from {}, in epoch {}", from, progress.epoch + 1));
   }
 
   std::string text() const {
@@ -50,23 +51,31 @@ struct ProgressRun {
     return text;
   }
 
+  std::int64_t count() const {
+    return progress.options.unit.empty() ? progress.samples : static_cast<std::int64_t>(progress.items());
+  }
+
   int fit_scope() {
     begun = false;
-    shown.restart();
+    auto of_fit = line;
+    if (!progress.options.unit.empty()) of_fit.unit = progress.options.unit;
+    of_fit.peak_flops = progress.peak_flops();
+    shown.emplace(of_fit);
     return 0;
   }
   void on_epoch_begin(std::int64_t) { loss = {}; }
   void after_window(const Step& step) {
-    if (shown.silent()) return;  // on a device, even a sum takes time
+    if (shown->silent()) return;  // on a device, even a sum takes time
     loss.add(step.loss, step.items);
     lr = step.lr;
   }
   void after_backward(Gradients&) {
     if (!progress.running) return;
     if (!std::exchange(begun, true)) begin();
-    shown.update(progress.fraction(), progress.samples, [this] { return text(); });
+    shown->update(
+        progress.fraction(), count(), [this] { return text(); }, progress.flops());
   }
-  void on_epoch_end(std::int64_t) { shown.clear(); }
+  void on_epoch_end(std::int64_t) { shown->clear(); }
 };
 
 }  // namespace detail

@@ -72,6 +72,7 @@ struct ReportRun {
   RunPage page;
   std::optional<Clock::time_point> last = {};  // when speed and memory were measured
   std::int64_t samples_then = 0;
+  double items_then = 0, flops_then = 0;
   bool is_full = false;                                           // the closing window is not a tail
   std::int64_t window_batches = 0, window_samples = 0;            // of the last full window
   std::vector<std::pair<std::string, std::int64_t>> memory = {};  // by kind; empty between measurements
@@ -88,9 +89,15 @@ struct ReportRun {
     const auto now = Clock::now();
     const auto before = std::exchange(last, now);
     const auto samples = progress.samples - std::exchange(samples_then, progress.samples);
+    const auto items = progress.items() - std::exchange(items_then, progress.items());
+    const auto flops = progress.flops() - std::exchange(flops_then, progress.flops());
     const double seconds = before ? std::chrono::duration<double>(now - *before).count() : 0;
-    if (seconds > 0 && samples > 0)
-      page.add("train/samples_per_second", update, static_cast<double>(samples) / seconds);
+    const auto add = [&](const std::string& what, double number) {
+      if (seconds > 0 && number > 0) page.add("train/" + what, update, number / seconds);
+    };
+    add("samples_per_second", static_cast<double>(samples));
+    if (const auto& unit = progress.options.unit; !unit.empty()) add(unit + "_per_second", items);
+    if (progress.peak_flops() > 0) add("mfu", 100 * flops / progress.peak_flops());
   }
 
   /// Sets a value on the page, unless the user's settings have this name.
@@ -112,6 +119,11 @@ struct ReportRun {
               fit.epochs || !fit.has_limit() ? fmt::format("of {}", epochs) : "");
     page.tile("samples/s", rate ? rate->last().value : report.samples_per_second,
               (rate ? rate_text(report.samples_per_second) + ' ' : "") + "on average");
+    if (!report.unit.empty()) page.tile(report.unit + "/s", report.items / report.seconds, "on average");
+    if (report.flops > 0 && report.peak_flops > 0)
+      page.tile("MFU", fmt::format("{:.1f} %", 100 * report.flops / report.seconds / report.peak_flops),
+                "on average, of " + flops_text(report.peak_flops));
+    if (report.flops > 0) set("FLOP/s", flops_text(report.flops / report.seconds, report.peak_flops));
     if (loss) page.tile("train loss", loss->last().value, "in the last update");
     if (const auto bytes = peak_resident_memory())
       page.tile("peak memory", fmt::format("{:.0f} MB", static_cast<double>(*bytes) / MiB), "of this process");

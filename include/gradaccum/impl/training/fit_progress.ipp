@@ -11,6 +11,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cctype>
 #include <ostream>
 
 #include <gradaccum/impl/begin.ipp>
@@ -21,6 +22,8 @@ GRADACCUM_INLINE void check(const FitOptions& options) {
   TORCH_CHECK(options.epochs.value_or(0) >= 0, "FitOptions: epochs must be >= 0, got ", *options.epochs);
   TORCH_CHECK(options.updates.value_or(0) >= 0, "FitOptions: updates must be >= 0, got ", *options.updates);
   TORCH_CHECK(options.samples.value_or(0) >= 0, "FitOptions: samples must be >= 0, got ", *options.samples);
+  TORCH_CHECK(detail::is_finite(options.peak_flops) && options.peak_flops >= 0,
+              "FitOptions: peak_flops must be finite and >= 0, got ", options.peak_flops);
   TORCH_CHECK(!options.time || options.time->count() >= 0, "FitOptions: time must be >= 0 s, got ",
               options.time->count());
 }
@@ -58,6 +61,12 @@ GRADACCUM_INLINE std::ostream& operator<<(std::ostream& stream, const FitReport&
   const auto rate = report.samples_per_second;  // two decimals; below 1 as in rate_text()
   stream << fmt::format("Time: {:.2f}\nSamples/second: {}\n", report.seconds,
                         rate < 1 ? rate_text(rate) : fmt::format("{:.2f}", rate));
+  if (!report.unit.empty()) {
+    auto unit = report.unit;
+    unit[0] = static_cast<char>(std::toupper(static_cast<unsigned char>(unit[0])));
+    stream << fmt::format("{}/second: {:.2f}\n", unit, report.items / report.seconds);
+  }
+  if (report.flops > 0) stream << "FLOP/s: " << flops_text(report.flops / report.seconds, report.peak_flops) << '\n';
   for (auto& [device, bytes] : report.occupied_bytes)
     stream << fmt::format("{} memory occupied: {:.0f} MB.\n", device == "cpu" ? "CPU" : "GPU", in_mb(bytes));
   for (auto& [device, bytes] : report.peak_bytes)

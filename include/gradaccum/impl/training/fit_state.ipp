@@ -40,6 +40,10 @@ GRADACCUM_INLINE FitReport FitState::report() const {
                    .skipped = skipped,
                    .samples = samples,
                    .seconds = seconds(),
+                   .unit = options.unit,
+                   .items = items(),
+                   .flops = flops(),
+                   .peak_flops = peak_flops(),
                    .resumed_from = resumed_from,
                    .stopped = stop_reason,
                    .signal = signal(),
@@ -50,6 +54,9 @@ GRADACCUM_INLINE FitReport FitState::report() const {
                    .validations = validations};
   if (!options.resume.empty() && resumed_from.empty())
     report.notes.push_back(options.resume.string() + " has no state to resume from, so this fit began anew");
+  if (options.counts_flops() && windows > 0 && flops() == 0)
+    report.notes.push_back(
+        "no FLOP were counted: the objective has no products, convolutions or attention, or it runs an ExportedModel");
   if (at_rate_0 * 10 > windows)
     report.notes.push_back(
         fmt::format("the learning rate was 0 in {} of {} updates, which moved nothing", at_rate_0, windows));
@@ -74,14 +81,20 @@ GRADACCUM_INLINE void FitState::state(Archive& archive) {
   archive("first_rejected", first_of_rejected);
   rejected = of_rejected.value_or(0);
   first_rejected = first_of_rejected.value_or("");
+  auto of_items = items_ > 0 ? std::optional(items_) : std::nullopt;
+  auto of_flops = flops_ > 0 ? std::optional(flops_) : std::nullopt;
+  archive("items", of_items);
+  archive("flops", of_flops);
+  items_ = of_items.value_or(0);
+  flops_ = of_flops.value_or(0);
   archive("trained", trained);
   archive("seconds", so_far);
   archive("validations", ValidationHistory{validations});
   if (!archive.loading()) return;
   TORCH_CHECK(
       std::min({epoch, epochs, batch, batches.value_or(0), updates, skipped, samples, nan_batches, rejected}) >= 0 &&
-          so_far >= 0,
-      "Trainer: the counts of a saved fit must be >= 0");
+          so_far >= 0 && is_finite(items_) && is_finite(flops_) && items_ >= 0 && flops_ >= 0,
+      "Trainer: the counts of a saved fit must be finite and >= 0");
   if (archive.changes_allowed()) {
     const auto& ranks = archive.ranks();
     const auto of_ranks = archive.of_ranks<std::int64_t>("batch");

@@ -50,7 +50,8 @@ GRADACCUM_INLINE FitReport Loop::fit(AnyBatches& batches, const FitOptions& opti
   const auto device = trainer_.device();
   const ModeGuard mode(trainer_.module(), true);
   const at::AutoGradMode grad_mode(true);
-  fit_ = FitState(options, batches.number(), /*with_others=*/window_.peers() != nullptr);
+  fit_ = FitState(options, batches.number(), window_.peers() ? window_.peers()->world_size() : 0);
+  flops_ = {};  // the model may have changed
   data_.hold(batches);
   const auto ending = c10::make_scope_exit([this]() noexcept {
     data_.let_go();
@@ -165,31 +166,39 @@ GRADACCUM_INLINE bool Loop::train_parts(const AnyBatch& batch) {
   return moved;
 }
 
-/// Ranks exchange the gradients of a divided batch only when the window closes, because its parts may be undone until
-/// then.
 GRADACCUM_INLINE void Loop::micro_batch(const AnyBatch& batch, bool begins, bool may_close) {
   if (!is_window_begun()) window_.clear_others();
   record_.begin_micro_batch(batch.samples(), begins, fit_);
-  auto scopes = policies_.scopes(&AnyPolicy::forward_scope);
-  Loss loss = batch.loss();
-  scopes.reset();
-  if (!record_.add_loss(loss, fit_, counts_.updates)) loss.items = 0;
-  fit_.items += loss.items;
-  policies_.all(&AnyPolicy::before_backward, loss);
-  record_.set_closing(may_close && policies_.ready());
-  const bool closes_whole = record_.closing() && !divider_;
-  if (record_.closing() && window_.steps_in_backward()) prepare_to_close();
-  explaining(
-      "graph a second time",
-      [&] { return plain_text("Trainer: in batch ", fit_.batch - 1, " of epoch ", fit_.epoch, " (both from 0)"); },
-      [&] { window_.add(std::move(loss), closes_whole); });
-  if (closes_whole && window_.peers()) {  // ranks exchange gradients until it is complete
+  const auto pass = [&] { return forward_and_backward(batch, may_close); };
+  const auto flops = fit_.options.counts_flops() ? flops_.of(batch, pass) : (pass(), 0);
+  fit_.add(/*items=*/0, flops);
+  fit_.unsent_flops += flops;
+  if (record_.closing() && !divider_ && window_.peers()) {  // ranks exchange gradients until it is complete
     prepare_to_close();
     window_.complete_early();
   }
   auto so_far = window_.so_far()->handle();
   policies_.all(&AnyPolicy::after_backward, so_far);
   record_.end_micro_batch();
+}
+
+/// Ranks exchange the gradients of a divided batch only when the window closes, because its parts may be undone until
+/// then. Returns false if the loss is of no items, and so has no gradients.
+GRADACCUM_INLINE bool Loop::forward_and_backward(const AnyBatch& batch, bool may_close) {
+  auto scopes = policies_.scopes(&AnyPolicy::forward_scope);
+  Loss loss = batch.loss();
+  scopes.reset();
+  if (!record_.add_loss(loss, fit_, counts_.updates)) loss.items = 0;
+  fit_.add(loss.items, /*flops=*/0);
+  policies_.all(&AnyPolicy::before_backward, loss);
+  record_.set_closing(may_close && policies_.ready());
+  const bool has_items = loss.items > 0;
+  if (record_.closing() && window_.steps_in_backward()) prepare_to_close();
+  explaining(
+      "graph a second time",
+      [&] { return plain_text("Trainer: in batch ", fit_.batch - 1, " of epoch ", fit_.epoch, " (both from 0)"); },
+      [&] { window_.add(std::move(loss), /*closes_whole=*/record_.closing() && !divider_); });
+  return has_items;
 }
 
 /// Runs once per window, before any parameter is updated. Reads losses on a device now if ranks exchange them or the
@@ -298,7 +307,7 @@ GRADACCUM_INLINE std::string Loop::why_nothing_moved() const {
   if (fit_.batch == 0) return "the batches are empty";
   if (fit_.nan_batches > 0) return "losses or gradients were NaN or infinite";
   if (fit_.rejected > 0) return "windows were rejected, the first for " + fit_.first_rejected;
-  if (fit_.items == 0) return "all losses are of 0 items";
+  if (fit_.items() == 0) return "all losses are of 0 items";
   if (fit_.windows == 0) return "it is shorter than a window, and .tail = ga::Tail::drop drops it";
   const auto trained = trainer_.parameters(), own = trainer_.module().parameters();
   const bool of_model = std::ranges::any_of(trained, [&](auto& parameter) {

@@ -5,12 +5,20 @@
 #include <gradaccum/flop_counter.hpp>
 
 #include <gradaccum/detail/types/recorded_inputs.hpp>
+#include <gradaccum/detail/types/uncounted.hpp>
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/randn.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
 #include <c10/util/accumulate.h>
 
-#include <memory>
+#include <algorithm>
+#include <chrono>
+#include <limits>
 #include <mutex>
 #include <unordered_map>
 
@@ -23,15 +31,20 @@ namespace detail {
 using Inputs = c10::ArrayRef<const c10::IValue>;
 using FlopsOf = std::int64_t (*)(Inputs inputs);
 
-/// The counts of the FlopCounter that exists, of which operations on all threads add to one.
-struct RunningFlops {
+/// The counts of a FlopCounter, to which operations on several threads may add.
+struct FlopCounts final : c10::DebugInfoBase {
   std::mutex mutex;
-  bool is_running = false;
-  std::map<std::string, std::int64_t> counts;
+  std::map<std::string, std::int64_t> by_operation;
+  FlopCounts* const outer = of_thread();  // outlives this one
 
-  static RunningFlops& get() {
-    static RunningFlops running;
-    return running;
+  /// Returns the innermost counter's; nullptr if there is none, or in an UncountedScope.
+  static FlopCounts* of_thread() { return dynamic_cast<FlopCounts*>(c10::ThreadLocalDebugInfo::get(flops_key())); }
+
+  void add(const std::string& operation, std::int64_t flops) {
+    for (auto* counts = this; counts; counts = counts->outer) {
+      const std::lock_guard lock(counts->mutex);
+      counts->by_operation[operation] += flops;
+    }
   }
 };
 
@@ -118,44 +131,55 @@ GRADACCUM_INLINE std::unique_ptr<at::ObserverContext> count_flops(const at::Reco
   const auto name = operation.operator_name();
   const auto flops = name ? flops_of(name->name) : nullptr;
   if (!flops) return nullptr;
-  const auto count = flops(recorded_inputs(operation));
-  auto& running = RunningFlops::get();
-  const std::lock_guard lock(running.mutex);
-  if (running.is_running) running.counts[name->name] += count;
+  if (auto* const counts = FlopCounts::of_thread()) counts->add(name->name, flops(recorded_inputs(operation)));
   return nullptr;
 }
 
 }  // namespace detail
 
-GRADACCUM_INLINE FlopCounter::FlopCounter() {
-  auto& running = detail::RunningFlops::get();
-  {
-    const std::lock_guard lock(running.mutex);
-    TORCH_CHECK(!running.is_running, "FlopCounter: another one exists; there may be one at a time");
-    running.is_running = true;
-    running.counts.clear();
-  }
-  callback_ = at::addGlobalCallback(
+GRADACCUM_INLINE FlopCounter::FlopCounter()
+    : counts_(std::make_shared<detail::FlopCounts>()), guard_(detail::flops_key(), counts_) {
+  if (counts_->outer) return;
+  callback_ = at::addThreadLocalCallback(
       at::RecordFunctionCallback(&detail::count_flops).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
 }
 
 GRADACCUM_INLINE FlopCounter::~FlopCounter() {
-  at::removeCallback(callback_);
-  auto& running = detail::RunningFlops::get();
-  const std::lock_guard lock(running.mutex);
-  running.is_running = false;
+  if (callback_ != 0) at::removeCallback(callback_);
 }
 
 GRADACCUM_INLINE std::map<std::string, std::int64_t> FlopCounter::get_flop_counts() const {
-  auto& running = detail::RunningFlops::get();
-  const std::lock_guard lock(running.mutex);
-  return running.counts;
+  const std::lock_guard lock(counts_->mutex);
+  return counts_->by_operation;
 }
 
 GRADACCUM_INLINE std::int64_t FlopCounter::get_total_flops() const {
   std::int64_t all = 0;
   for (auto& [operation, flops] : get_flop_counts()) all += flops;
   return all;
+}
+
+GRADACCUM_INLINE double measure_peak_flops(c10::Device device, at::ScalarType dtype, std::int64_t rows) {
+  TORCH_CHECK(rows >= 0, "measure_peak_flops: rows must be >= 0, got ", rows);
+  if (rows == 0) rows = device.is_cpu() ? 2048 : 8192;
+  constexpr int runs = 8;
+  const at::NoGradGuard no_grad;
+  // Random numbers, with which a GPU is slower than with equal ones; not from the program's generators.
+  const auto numbers = at::randn({rows, rows}, at::detail::createCPUGenerator(/*seed_val=*/0), at::TensorOptions());
+  const auto a = numbers.to(device, dtype), b = a.clone();
+  auto product = at::mm(a, b);  // loads kernels
+  const auto synchronize = [&] {
+    if (!device.is_cpu()) c10::impl::getDeviceGuardImpl(device.type())->synchronizeDevice(a.device().index());
+  };
+  double least = std::numeric_limits<double>::infinity();
+  for (int run = 0; run < runs; ++run) {
+    synchronize();
+    const auto start = std::chrono::steady_clock::now();
+    at::mm_out(product, a, b);
+    synchronize();
+    least = std::min(least, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+  }
+  return static_cast<double>(detail::product_flops(a, b)) / least;
 }
 
 }  // namespace gradaccum

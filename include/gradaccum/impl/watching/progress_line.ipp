@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <string_view>
 #include <utility>
 
 #include <gradaccum/impl/begin.ipp>
@@ -17,6 +18,16 @@ namespace gradaccum {
 
 GRADACCUM_INLINE std::string rate_text(double rate) {
   return rate < 99.95 ? fmt::format("{:.3g}", rate) : fmt::format("{:.0f}", rate);
+}
+
+GRADACCUM_INLINE std::string flops_text(double flops_per_second, double peak) {
+  const auto text = [](double rate) {
+    std::string_view prefixes = " kMGTPE";
+    for (; rate >= 999.5 && prefixes.size() > 1; rate /= 1000) prefixes.remove_prefix(1);
+    return fmt::format("{:.3g} {}FLOP/s", rate, prefixes[0] == ' ' ? "" : std::string(1, prefixes[0]));
+  };
+  if (!(peak > 0)) return text(flops_per_second);
+  return fmt::format("{}, MFU {:.1f} % of {}", text(flops_per_second), 100 * flops_per_second / peak, text(peak));
 }
 
 GRADACCUM_INLINE std::string detail::duration_text(double seconds) {
@@ -59,17 +70,19 @@ GRADACCUM_INLINE void ProgressLine::say(const std::string& text) {
   std::fflush(options_.to);
 }
 
-GRADACCUM_INLINE void ProgressLine::restart(double fraction, std::int64_t samples) {
+GRADACCUM_INLINE void ProgressLine::restart(double fraction, std::int64_t samples, double flops) {
   start_ = last_shown_ = Clock::now();
   fraction_before_ = fraction;
   samples_before_ = samples;
+  flops_before_ = flops;
 }
 
 GRADACCUM_INLINE std::string ProgressLine::line(std::optional<double> fraction, std::int64_t samples,
-                                                const std::string& text) const {
+                                                const std::string& text, double flops) const {
   const double seconds = std::max(1e-6, std::chrono::duration<double>(Clock::now() - start_).count());
   auto line = fmt::format("{} | {} {}/s", text, rate_text(static_cast<double>(samples - samples_before_) / seconds),
                           options_.unit);
+  if (flops > 0) line += " | " + flops_text((flops - flops_before_) / seconds, options_.peak_flops);
   if (!fraction || !(*fraction > 0)) return line;
   const double done = std::min(*fraction, 1.0);
   line = fmt::format("{:3.0f}% | {}", 100 * done, line);
