@@ -48,7 +48,10 @@ inline Trained fit_language_model(ModelFolder& folder, const EncodedSplit& texts
                       Perplexity{}, stopping_early(options), tensorboard(options), report(options), saving(options));
   fmt::print("Perplexity before: {:.2f}\n", std::exp(trainer.evaluate(test)["loss"]));
   Trained trained;
-  trained.report = trainer.fit(batches, fit_options(options));
+  auto settings = fit_options(options);
+  settings.unit = "tokens";
+  settings.count_flops = true;
+  trained.report = trainer.fit(batches, settings);
   if (trained.report.signal == 0) trained.test = trainer.evaluate(test);
   return trained;
 }

@@ -78,7 +78,7 @@ int main(int argc, char** argv) try {
   ga::Trainer trainer(model, adamw, objective, ga::Accumulate{.steps = 2},  // 2 x 16: an effective batch of 32
                       ga::ClipNorm{.max = 1.0}, ga::Schedule{ga::lr::Cosine{.peak = 4e-3, .warmup = 10}},
                       ga::Validate(unseen, ga::Accuracy()), saves);
-  std::cout << trainer.fit(batches, {.epochs = epochs, .resume = folder});
+  std::cout << trainer.fit(batches, {.epochs = epochs, .resume = folder, .unit = "characters"});
   std::cout << continued(model, std::string(text.begin(), text.begin() + 20), 300) << '\n';
 } catch (const c10::Error& error) {
   std::cerr << "trainer: " << error.what_without_backtrace() << '\n';
