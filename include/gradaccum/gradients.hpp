@@ -223,6 +223,24 @@ struct Loss {
   /// Attaches the model's output and the target, which metrics need.
   Loss with(at::Tensor output_of_model, at::Tensor wanted) const;
 
+  /// Adds another mean that counts as `weight` of this loss's items, as for a loss that is a mean over other items.
+  ///
+  ///     double rows_of_window = 0, items_of_window = 0;          // known before the window's first backward
+  ///     for (auto& batch : batches) rows_of_window += batch.data.size(0), items_of_window += batch.target.numel();
+  ///     for (auto& batch : batches) {
+  ///       auto output = model->forward(batch.data);
+  ///       auto penalty = output.square().sum(1).mean();          // a mean over rows
+  ///       auto weight = batch.data.size(0) * items_of_window / rows_of_window;
+  ///       auto loss = ga::Loss{torch::mse_loss(output, batch.target), batch.target.numel()}.plus(penalty, weight);
+  ///       optimizer.backward(loss);
+  ///       optimizer.step();
+  ///       optimizer.zero_grad();
+  ///     }
+  ///
+  /// With the weight `n * items_of_window / n_of_window`, where n counts what the other mean is over, the window's
+  /// gradient is that of both means over the large batch. The items of this loss must not be 0.
+  Loss plus(const at::Tensor& other, double weight) const;
+
   /// Attaches gradients that a function of your own computes, such as a fused backward pass or a kernel.
   ///
   ///     at::NoGradGuard no_graph;
@@ -261,6 +279,25 @@ struct Loss {
 
   std::shared_ptr<const detail::FusedGradients> gradients_ = {};
 };
+
+/// Returns the gradient of the mean in the pass of `Loss::backward` that is running, for a function that injects
+/// gradients without being a part of the loss, such as one that balances a mixture of experts.
+///
+///     struct Balanced : torch::autograd::Function<Balanced> {  // returns x, and trains `penalty`, too
+///       static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x, const at::Tensor& penalty) {
+///         return x.view_as(x);
+///       }
+///       static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+///                                                      torch::autograd::variable_list gradients) {
+///         return {gradients[0], ga::backward_seed()};          // times a weight relative to the loss's items
+///       }
+///     };
+///     auto hidden = model->forward(x);
+///     optimizer.backward(ga::Loss{torch::mse_loss(Balanced::apply(hidden, hidden.square().mean()), y), y.numel()});
+///
+/// It contains the loss scale, and the weight relative to the window's first micro-batch; the step divides both out.
+/// 0-dim float64, on the CPU if the host knows it, else on a device; 1 outside of such a pass.
+at::Tensor backward_seed();
 
 /// The result of an accumulator's `step()` or `flush()`. Converts to true if parameters were updated, or a device
 /// decides it.

@@ -9,11 +9,14 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full_like.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/stack.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <algorithm>
 #include <functional>
+#include <memory>
 #include <numeric>
 
 #include <gradaccum/impl/begin.ipp>
@@ -135,6 +138,32 @@ GRADACCUM_INLINE void Loss::check() const {
   TORCH_CHECK(items == 0 || mean.requires_grad(), "Loss: the mean must require grad for backward, but does not");
 }
 
+GRADACCUM_INLINE Loss Loss::plus(const at::Tensor& other, double weight) const {
+  Loss(other).check_shape();
+  detail::Window::check_weight(weight);
+  TORCH_CHECK(items > 0, "Loss: items must be > 0 to add another loss to it, got ", items,
+              "; a loss of no items has no weight in its window");
+  auto sum = *this;
+  sum.mean = mean + other * (weight / items);
+  return sum;
+}
+
+/// The seed of a pass of Loss::backward, which c10 brings to autograd's threads.
+struct BackwardSeed : c10::DebugInfoBase {
+  BackwardSeed(detail::Multiplier of_pass, at::Device of_loss) : seed(std::move(of_pass)), device(of_loss) {}
+  /// Returns a key that LibTorch leaves to tests, because version 2.8 has no others.
+  static auto key() { return c10::DebugInfoKind::TEST_INFO_2; }
+
+  detail::Multiplier seed;
+  at::Device device;
+};
+
+GRADACCUM_INLINE at::Tensor backward_seed() {
+  const auto* const pass = dynamic_cast<BackwardSeed*>(c10::ThreadLocalDebugInfo::get(BackwardSeed::key()));
+  if (!pass) return at::scalar_tensor(1, at::kDouble);
+  return pass->seed.on_host() ? at::scalar_tensor(pass->seed.host(), at::kDouble) : pass->seed.on(pass->device);
+}
+
 GRADACCUM_INLINE void Loss::backward(const BackwardOptions& options) const {
   check();
   const auto by = product_of(seed);
@@ -144,6 +173,7 @@ GRADACCUM_INLINE void Loss::backward(const BackwardOptions& options) const {
   if (by.on_host() && !by.is_one()) start = at::full_like(mean, by.host());
   if (!by.on_host()) start = by.on(mean.device()).to(mean.scalar_type()).expand_as(mean);
   const auto inputs = options.inputs.empty() ? std::nullopt : std::optional<at::TensorList>(options.inputs);
+  const c10::DebugInfoGuard seed_of_pass(BackwardSeed::key(), std::make_shared<BackwardSeed>(by, mean.device()));
   const auto run = [&] { mean.backward(start, options.retain_graph, options.create_graph, inputs); };
   const auto why = [] {
     return "Loss: a batch, a recurrent state or another loss shares a part of this graph, which backward has freed: "
