@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exports a torch.nn.Module with its training step, for ga::ExportedModel to train and run in C++ without Python.
 
-    import gradaccum_export
+    from gradaccum.export import export
     loss = lambda output, batch: torch.nn.functional.cross_entropy(output, batch["labels"])
-    gradaccum_export.export(module, {"x": images, "labels": labels}, loss, "model")
+    export(module, {"x": images, "labels": labels}, loss, "model")
 
-tools/export_model.py exports models of Hugging Face. It needs Python's torch of the version that the C++ program is
+The command gradaccum-export exports models of Hugging Face. It needs Python's torch of the version that the C++ program is
 built with, the package safetensors, and a C++ compiler (g++, or $CXX).
 """
 
@@ -29,9 +29,9 @@ import torch.utils.checkpoint
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compile_step import (DTYPES, PASSES, Code, Failure, Inputs, Manifest, capability_of, check_version,
-                          directory_to_compile_in, first_line, graph_of)
-from python_state import PythonState
+from gradaccum.compile_step import (DTYPES, PASSES, Code, Failure, Inputs, Manifest, capability_of, check_version,
+                                    directory_to_compile_in, first_line, graph_of)
+from gradaccum.python_state import PythonState
 
 FORMAT = "gradaccum exported model"
 ROWS_ARE_ITEMS, COMPUTED_ITEMS = 0.0, -1.0
