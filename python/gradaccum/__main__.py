@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints where pip installed gradaccum, for CMake and other build systems."""
+"""Prints where gradaccum is, for CMake and other build systems."""
 
 import argparse
 import sys
-from importlib import metadata
 
 import gradaccum
 
@@ -13,15 +12,12 @@ def main():
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--cmake-dir", action="store_true", help="the folder for -Dgradaccum_DIR=...")
     what.add_argument("--include-dir", action="store_true", help="the folder for -I, with the headers")
-    what.add_argument("--version", action="store_true", help="the version of headers and tools")
+    what.add_argument("--version", action="version", version=gradaccum.version())
     arguments = parser.parse_args()
-    prefix = gradaccum.prefix()
-    if not prefix:
-        sys.exit("gradaccum: this is a checkout, and not installed: pip install the folder that has its pyproject.toml")
-    if arguments.version:
-        print(metadata.version("gradaccum"))
+    if arguments.include_dir:
+        print(gradaccum.prefix() / "include")
     else:
-        print(prefix / ("include" if arguments.include_dir else "share/cmake/gradaccum"))
+        print(gradaccum.cmake_dir() or sys.exit("gradaccum: this is a checkout, which has no CMake package: install it by pip"))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ import torch.utils.checkpoint
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import gradaccum
 from gradaccum.compile_step import (DTYPES, PASSES, Code, Failure, Inputs, Manifest, capability_of, check_version,
                                     directory_to_compile_in, first_line, graph_of)
 from gradaccum.python_state import PythonState
@@ -228,7 +229,7 @@ class _Exporter:
 
     def write_to(self, folder, batches):
         manifest = Manifest(folder, {
-            "crc32": "", "format": FORMAT, "format_version": 1, "gradaccum": version_of_gradaccum(),
+            "crc32": "", "format": FORMAT, "format_version": 1, "gradaccum": gradaccum.version(),
             "libtorch": torch.__version__.split("+")[0], "files": {}, "values": {}})
         passes = [(kind, {name: batch[name].to(self.device) for name in sorted(batch)})
                   for batch in batches for kind in self.passes]
@@ -534,8 +535,3 @@ def summary_of(tensor):
     count = min(64, len(flat))
     at = torch.arange(count, device=flat.device) * (len(flat) - 1) // max(count - 1, 1)
     return torch.cat([flat[at], flat.norm().reshape(1)]).cpu()
-
-
-def version_of_gradaccum():
-    text = (pathlib.Path(__file__).parents[1] / "include/gradaccum/version.hpp").read_text()
-    return ".".join(re.search(rf"VERSION_{part} (\d+)", text)[1] for part in ("MAJOR", "MINOR", "PATCH"))

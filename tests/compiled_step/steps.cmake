@@ -7,11 +7,13 @@
 # build trees, and then touches ${PROJECT_BINARY_DIR}/<target>.stamp.
 function(gradaccum_fetch_packages target folder size)
   set(stamp "${PROJECT_BINARY_DIR}/${target}.stamp")
+  set(requirements "${ARGN}")
+  list(FILTER requirements INCLUDE REGEX "[.]txt$")
   add_custom_command(OUTPUT "${stamp}"
     COMMAND "${CMAKE_COMMAND}" -D "PYTHON=${python}" -D "FOLDER=${folder}" -D "SIZE=${size}" -D "WHAT=${ARGN}"
       -P "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/fetch_packages.cmake"
     COMMAND "${CMAKE_COMMAND}" -E touch "${stamp}"
-    DEPENDS "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/requirements.txt"
+    DEPENDS ${requirements}
     COMMENT "Fetching packages of Python, ${size}" VERBATIM)
   add_custom_target(${target} DEPENDS "${stamp}")
 endfunction()
