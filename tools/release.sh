@@ -28,6 +28,8 @@ check_tree() {
 check_versions() {
   grep -q "^## $version (20[0-9-]*)$" CHANGELOG.md || fail "CHANGELOG.md must have the heading '## $version (DATE)'"
   grep -q "^version: $version$" CITATION.cff || fail "CITATION.cff must have the line 'version: $version'"
+  grep -q "\"version\": \"$version\"" packaging/vcpkg/gradaccum/vcpkg.json || fail "packaging/vcpkg/gradaccum/vcpkg.json must have the version $version"
+  grep -q "^  version: $version$" packaging/conda/recipe.yaml || fail "packaging/conda/recipe.yaml must have the version $version"
   grep -q "^date-released: 20[0-9-]*$" CITATION.cff || fail "CITATION.cff must have the line 'date-released: DATE'"
 }
 
