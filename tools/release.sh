@@ -25,12 +25,15 @@ check_tree() {
   [[ -z $(git tag --list "v$version") ]] || fail "the tag v$version exists already; raise include/gradaccum/version.hpp"
 }
 
+# must_have FILE LINE: LINE is a pattern of a whole line.
+must_have() { grep -q -x -- "$2" "$1" || fail "$1 must have a line like '$2'"; }
+
 check_versions() {
-  grep -q "^## $version (20[0-9-]*)$" CHANGELOG.md || fail "CHANGELOG.md must have the heading '## $version (DATE)'"
-  grep -q "^version: $version$" CITATION.cff || fail "CITATION.cff must have the line 'version: $version'"
-  grep -q "\"version\": \"$version\"" packaging/vcpkg/gradaccum/vcpkg.json || fail "packaging/vcpkg/gradaccum/vcpkg.json must have the version $version"
-  grep -q "^  version: $version$" packaging/conda/recipe.yaml || fail "packaging/conda/recipe.yaml must have the version $version"
-  grep -q "^date-released: 20[0-9-]*$" CITATION.cff || fail "CITATION.cff must have the line 'date-released: DATE'"
+  must_have CHANGELOG.md "## $version (20[0-9-]*)"
+  must_have CITATION.cff "version: $version"
+  must_have CITATION.cff "date-released: 20[0-9-]*"
+  must_have packaging/conda/recipe.yaml "  version: $version"
+  must_have packaging/vcpkg/gradaccum/vcpkg.json "  \"version\": \"$version\","
 }
 
 # .ci/run leaves the commit for which all has passed, in both presets.
