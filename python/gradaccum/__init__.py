@@ -7,18 +7,21 @@ import re
 import sys
 
 
-def prefix():
-    """Returns the folder that has include/: the environment that pip installed to, or a checkout of the source."""
+def place_of(file):
+    """Returns the folder that has this file: the environment that pip installed to, or a checkout of the source; or None."""
     places = (*pathlib.Path(__file__).parents, pathlib.Path(sys.prefix))
-    return next(place for place in places if (place / "include/gradaccum/version.hpp").is_file())
+    return next((place for place in places if (place / file).is_file()), None)
 
 
-def cmake_dir():
-    """Returns the folder of the CMake package, or None in a checkout."""
-    folder = prefix() / "share/cmake/gradaccum"
-    return folder if folder.is_dir() else None
+def include_dir():
+    return place_of("include/gradaccum/version.hpp") / "include"
+
+
+def prefix():
+    """Returns the folder for CMAKE_PREFIX_PATH, or None in a checkout that is not installed."""
+    return place_of("share/cmake/gradaccum/gradaccumConfig.cmake")
 
 
 def version():
-    text = (prefix() / "include/gradaccum/version.hpp").read_text()
+    text = (include_dir() / "gradaccum/version.hpp").read_text()
     return ".".join(re.findall(r"define GRADACCUM_VERSION_\w+ (\d+)", text))

@@ -15,9 +15,11 @@ def main():
     what.add_argument("--version", action="version", version=gradaccum.version())
     arguments = parser.parse_args()
     if arguments.include_dir:
-        print(gradaccum.prefix() / "include")
+        print(gradaccum.include_dir())
+    elif prefix := gradaccum.prefix():
+        print(prefix / "share/cmake/gradaccum")
     else:
-        print(gradaccum.cmake_dir() or sys.exit("gradaccum: this is a checkout, which has no CMake package: install it by pip"))
+        sys.exit("gradaccum: this is a checkout, which has no CMake package: install it by pip")
 
 
 if __name__ == "__main__":

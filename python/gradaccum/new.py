@@ -41,8 +41,8 @@ def main():
     folder.mkdir(parents=True)
     (folder / f"{template}.cpp").write_bytes((TEMPLATES / f"{template}.cpp").read_bytes())
     (folder / "CMakeLists.txt").write_text(build_file(arguments.repository, arguments.tag))
-    takes_installed = not arguments.repository and gradaccum.cmake_dir()
-    found = f" -DCMAKE_PREFIX_PATH={shlex.quote(str(gradaccum.prefix()))}" if takes_installed else ""
+    prefix = None if arguments.repository else gradaccum.prefix()
+    found = f" -DCMAKE_PREFIX_PATH={shlex.quote(str(prefix))}" if prefix else ""
     name = shlex.quote(str(folder))
     print(f"{folder} has {template}.cpp and CMakeLists.txt. The first build takes minutes, since it compiles gradaccum:\n"
           f"    cmake -S {name} -B {name}/build{found}\n"
