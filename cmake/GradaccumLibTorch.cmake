@@ -157,8 +157,8 @@ function(gradaccum_present_libtorch beside result)
   set(own "")
   if(EXISTS "${beside}/pyvenv.cfg" OR EXISTS "${beside}/conda-meta")
     set(own "${beside}/bin/python")
-  elseif(beside) # pip install --target
-    set(places "${beside}")
+  elseif(EXISTS "${beside}/torch") # pip install --target
+    set(places "${beside}/torch")
   endif()
   foreach(python IN ITEMS "${Python3_EXECUTABLE}" "${own}" "$ENV{VIRTUAL_ENV}/bin/python" "${GRADACCUM_PYTHON}")
     if(EXISTS "${python}" AND NOT python IN_LIST asked)
