@@ -27,11 +27,11 @@ usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 
        ./bootstrap.sh demo rl [STEPS [SEED]]
                                               reinforcement learning: an agent learns to balance a pole on a cart, in
                                               seconds; build/rl/page.html has curves, and frames before and after
-       ./bootstrap.sh new FOLDER --template NAME
-                                              begin a program of your own: a folder with one of examples/templates and
-                                              its CMakeLists.txt, ready to build; own_loop and trainer are plain
-                                              trainings, ppo learns by reinforcement, gan has two networks, and
-                                              finetune_exported trains a model that Python exported
+       ./bootstrap.sh new FOLDER [--template NAME]
+                                              begin a program of your own, as gradaccum-new does: a folder with one of
+                                              examples/templates and its CMakeLists.txt, ready to build; own_loop and
+                                              trainer are plain trainings, ppo learns by reinforcement, gan has two
+                                              networks, and finetune_exported trains a model that Python exported
        ./bootstrap.sh test                    build and run the core of the tests: the library's modules on the CPU, a
                                               program that finds the installed library, the documents' code, and a
                                               training that is killed and resumed
@@ -335,7 +335,7 @@ compile_demo() {
   done
   "$program" "${recording[@]}" "$@" --record-step "$compile"
   step "Compiling it (a quarter of a minute for each layout of a batch)"
-  "$python_with_torch" tools/compile_step.py "$compile"
+  PYTHONPATH=python "$python_with_torch" -m gradaccum.compile_step "$compile"
   options+=(--compile "$PWD/$compile")
 }
 
@@ -421,34 +421,13 @@ address_of_repository() {
 }
 
 new_program() {
-  local folder="" template="" names
-  names=$(cd examples/templates && echo *.cpp)
-  while (( $# > 0 )); do
-    case $1 in
-      --template) template=${2-}; shift ;;
-      --template=*) template=${1#--template=} ;;
-      -*) refuse "new has no option '$1'" ;;
-      *) folder=$1 ;;
-    esac
-    shift || refuse "--template needs a name: ${names//.cpp/}"
-  done
-  if [[ -z $folder ]]; then refuse "new needs a folder"; fi
-  if [[ -z $template || ! -e examples/templates/$template.cpp ]]; then
-    refuse "there is no template '$template', but ${names//.cpp/}"
-  fi
-  local address tag
+  local root=$PWD address tag
+  need python3 "have python3" "copies the template"
+  install_missing
   address=$(address_of_repository)
   tag=$(git rev-parse HEAD 2> /dev/null) || fail "$PWD must be a clone of gradaccum's repository, so that the program can fetch it"
   cd "$typed_in"
-  if [[ -e $folder ]]; then fail "$folder exists already; name a new folder"; fi
-  mkdir -p "$folder"
-  cp "$OLDPWD/examples/templates/$template.cpp" "$folder"
-  sed -e "s|(GRADACCUM_REPOSITORY \"\"|(GRADACCUM_REPOSITORY \"$address\"|" -e "s|(GRADACCUM_TAG \"main\"|(GRADACCUM_TAG \"$tag\"|" \
-    "$OLDPWD/examples/templates/CMakeLists.txt" > "$folder/CMakeLists.txt"
-  step "$folder has $template.cpp and CMakeLists.txt. The first build takes minutes, since it compiles gradaccum:
-    cmake -S $folder -B $folder/build
-    cmake --build $folder/build --parallel
-    $folder/build/$template --help"
+  PYTHONPATH=$root/python python3 -m gradaccum.new --repository "$address" --tag "$tag" "$@"
 }
 
 need_to_test() {
@@ -655,7 +634,7 @@ bench() {
     "$programs/benchmark_compiled_step" --record build/steps/benchmark
     for name in ours ours-bf16; do "$programs/fashion_epoch" "$name" --record "build/steps/fashion_epoch/$name"; done
     "$programs/benchmark_ppo" --record build/steps/ppo
-    "$python_with_torch" tools/compile_step.py build/steps/{benchmark,fashion_epoch}/* build/steps/ppo
+    PYTHONPATH=python "$python_with_torch" -m gradaccum.compile_step build/steps/{benchmark,fashion_epoch}/* build/steps/ppo
     python+=(--steps build/steps/fashion_epoch)
     step "Running benchmark_compiled_step"
     "$programs/benchmark_compiled_step" --steps build/steps/benchmark "${arguments[@]}"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // A training step of six networks, compiled and eager: forward and backward alone, and then an update with AdamW,
-// compared to an ordinary LibTorch loop. `--record FOLDER` writes each step to a subfolder for tools/compile_step.py;
+// compared to an ordinary LibTorch loop. `--record FOLDER` writes each step to a subfolder for gradaccum-compile-step;
 // `--steps FOLDER` runs them.
 
 #include <gradaccum/autocast.hpp>

@@ -288,7 +288,7 @@ int main(int argc, char** argv) {
             ->check(CLI::Range(64, 1 << 16));
         app.add_option("--reviews", reviews, "that there are")->check(CLI::Range(32, 1 << 20));
         app.add_option("--only", only, "those whose names have this");
-        app.add_option("--record", record_in, "record the steps in this folder, for tools/compile_step.py, and end");
+        app.add_option("--record", record_in, "record the steps in this folder, for gradaccum-compile-step, and end");
         app.add_option("--steps", steps.folder,
                        "train by the steps that were recorded and compiled in this folder, too");
         app.add_option("--together", steps.micro_batch, "reviews of a recorded step")->check(CLI::Range(1, 1024));

@@ -139,7 +139,7 @@ harness::Contestant contestant(const std::string& name, Way& way, bool compared 
 int main(int argc, char** argv) {
   std::filesystem::path steps, record_in;
   auto options = harness::parse(argc, argv, "An update of FashionMNIST's network on a CUDA device", [&](CLI::App& app) {
-    app.add_option("--record", record_in, "record the step in this folder, for tools/compile_step.py, and end");
+    app.add_option("--record", record_in, "record the step in this folder, for gradaccum-compile-step, and end");
     app.add_option("--steps", steps, "update by the step that was recorded and compiled in this folder, too");
   });
   options.finish = [] { torch::cuda::synchronize(); };

@@ -78,7 +78,7 @@ int main(int argc, char** argv) {
   std::string record, steps;
   bool on_device = false;
   auto options = harness::parse(argc, argv, "A reinforcement learner's updates and steps", [&](CLI::App& app) {
-    app.add_option("--record", record, "record the training step in this folder, for tools/compile_step.py");
+    app.add_option("--record", record, "record the training step in this folder, for gradaccum-compile-step");
     app.add_option("--steps", steps, "the folder with the compiled step");
     app.add_flag("--on-device", on_device, "learn on a GPU, whose graphs replay the step, and act there");
   });

@@ -33,7 +33,7 @@ for folder in "$steps/update" "${reviews[@]/#/$steps/bloom_}"; do
   if [[ -f $folder/manifest.json ]]; then recorded+=("$folder"); fi
 done
 if (( ! ${#recorded[@]} )); then exit 1; fi
-run $((240 + 60 * lengths)) compiled "$python" "$benchmarks/../tools/compile_step.py" --jobs "$(nproc)" "${recorded[@]}"
+run $((240 + 60 * lengths)) compiled env PYTHONPATH="$benchmarks/../python" "$python" -m gradaccum.compile_step --jobs "$(nproc)" "${recorded[@]}"
 run 60 compiled_update "$programs/benchmark_device_update" --steps "$steps/update"
 for together in "${reviews[@]}"; do
   run 120 "compiled_bloom_$together" "$programs/benchmark_device_bloom" --steps "$steps/bloom_$together" \

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A training step, forward and backward, of a model that tools/export_model.py exported, on the batch of its sample;
+// A training step, forward and backward, of a model that gradaccum-export exported, on the batch of its sample;
 // and the time from the program's start to its first update. python/exported_models.py compares it to Python.
 
 #include <gradaccum/exported_model.hpp>
@@ -30,7 +30,7 @@ int main(int argc, char** argv) {
   const auto start = std::chrono::steady_clock::now();
   std::string folder;
   const auto options = harness::parse(argc, argv, "A training step of an exported model.", [&](CLI::App& app) {
-    app.add_option("folder", folder, "what tools/export_model.py wrote")->required();
+    app.add_option("folder", folder, "what gradaccum-export wrote")->required();
   });
   ga::ExportedModel model(folder);
   const auto batch = sample_batch(folder);

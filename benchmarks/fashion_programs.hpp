@@ -53,7 +53,7 @@ inline at::Tensor objective(torch::nn::Sequential& model, const ga::data::Batch&
   return torch::cross_entropy_loss(model->forward(batch.data), batch.target);
 }
 
-/// Records the step of `ours` in a folder, for tools/compile_step.py.
+/// Records the step of `ours` in a folder, for gradaccum-compile-step.
 inline ga::SavedStep record_step(const std::string& folder, bool bfloat16) {
   auto model = make_model({});
   const ga::data::Batch batch{torch::randn({batch_size, 28, 28}),

@@ -13,8 +13,8 @@ function(gradaccum_value_of_step manifest name result)
   set(${result} "${value}" PARENT_SCOPE)
 endfunction()
 
-# gradaccum_compile_step(target folder [NAME name]): builds a step, which ga::save_step recorded and compile_step.py
-# compiled, into a program, so that nothing is loaded at run time: ga::CompiledStep step(model, objective,
+# gradaccum_compile_step(target folder [NAME name]): builds a step, which ga::save_step recorded and
+# gradaccum-compile-step compiled, into a program, so that nothing is loaded at run time: ga::CompiledStep step(model, objective,
 # ga::InProgram{"name"}). The default NAME is the folder's. Only the generated C++ and the manifest are read.
 function(gradaccum_compile_step target folder)
   cmake_parse_arguments(PARSE_ARGV 2 arg "" "NAME" "")
@@ -34,7 +34,7 @@ function(gradaccum_compile_step target folder)
     gradaccum_value_of_step("${manifest}" graph-${number}.code code)
     set(source "${folder}/graph-${number}.${code}.cpp")
     if(NOT code OR NOT EXISTS "${source}")
-      message(FATAL_ERROR "gradaccum_compile_step: ${folder} has no compiled graph-${number}: run compile_step.py on it")
+      message(FATAL_ERROR "gradaccum_compile_step: ${folder} has no compiled graph-${number}: run gradaccum-compile-step on it")
     endif()
     list(APPEND sources "${source}")
   endforeach()

@@ -144,7 +144,8 @@ function(gradaccum_named_libtorch root origin problem)
 endfunction()
 
 # Finds a LibTorch that the user has not named: in a Python that has torch, or in the system. Prints why it skips one.
-function(gradaccum_present_libtorch result)
+# `beside`: the folder that gradaccum was installed to. If that is a Python's environment, its LibTorch is preferred.
+function(gradaccum_present_libtorch beside result)
   set(${result} "" PARENT_SCOPE)
   if(CMAKE_CROSSCOMPILING)
     return() # the libraries of this machine do not fit
@@ -153,7 +154,13 @@ function(gradaccum_present_libtorch result)
   set(asked "")
   find_program(GRADACCUM_PYTHON NAMES python3 python DOC "The Python that is asked for its torch")
   mark_as_advanced(GRADACCUM_PYTHON)
-  foreach(python IN ITEMS "${Python3_EXECUTABLE}" "$ENV{VIRTUAL_ENV}/bin/python" "${GRADACCUM_PYTHON}")
+  set(own "")
+  if(EXISTS "${beside}/pyvenv.cfg" OR EXISTS "${beside}/conda-meta")
+    set(own "${beside}/bin/python")
+  elseif(EXISTS "${beside}/torch") # pip install --target
+    set(places "${beside}/torch")
+  endif()
+  foreach(python IN ITEMS "${Python3_EXECUTABLE}" "${own}" "$ENV{VIRTUAL_ENV}/bin/python" "${GRADACCUM_PYTHON}")
     if(EXISTS "${python}" AND NOT python IN_LIST asked)
       list(APPEND asked "${python}")
       # find_spec instead of import, because import needs every CUDA library, and building against torch does not.
@@ -345,9 +352,10 @@ function(gradaccum_adopt_libtorch error)
 endfunction()
 
 # Defines gradaccum::libtorch if a LibTorch is found. Sets `error` to a sentence if the named one is unusable; if none
-# is found, there is neither a target nor an error. ONLY_NAMED: consider only one that the user names.
+# is found, there is neither a target nor an error. ONLY_NAMED: consider only one that the user names. BESIDE: the folder
+# that gradaccum was installed to.
 function(gradaccum_find_libtorch error)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "ONLY_NAMED" "" "")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "ONLY_NAMED" "BESIDE" "")
   set(${error} "" PARENT_SCOPE)
   if(TARGET gradaccum::libtorch)
     return()
@@ -376,7 +384,7 @@ function(gradaccum_find_libtorch error)
         "the ${version} named by ${origin}; if it does not compile, pin torch==${GRADACCUM_LIBTORCH_NEWEST}.")
     endif()
   elseif(NOT arg_ONLY_NAMED)
-    gradaccum_present_libtorch(root)
+    gradaccum_present_libtorch("${arg_BESIDE}" root)
   endif()
   if(root)
     gradaccum_define_libtorch("${root}")

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Installs the headers and the package gradaccum for find_package. LibTorch is not part of the package: the machine that
-# uses it has its own, which the package looks for there.
+# uses it has its own, which the package looks for there. All files are for any platform, so they are in include/ and share/.
 
 include(CMakePackageConfigHelpers)
-include(GNUInstallDirs)
 
-set(directory "${CMAKE_INSTALL_LIBDIR}/cmake/gradaccum")
+set(CMAKE_INSTALL_INCLUDEDIR include CACHE PATH "Where headers are installed to")
+set(CMAKE_INSTALL_DATADIR share CACHE PATH "Where the CMake package is installed to")
+set(directory "${CMAKE_INSTALL_DATADIR}/cmake/gradaccum")
 configure_package_config_file("${CMAKE_CURRENT_LIST_DIR}/gradaccumConfig.cmake.in"
   "${PROJECT_BINARY_DIR}/gradaccumConfig.cmake" INSTALL_DESTINATION "${directory}" PATH_VARS CMAKE_INSTALL_INCLUDEDIR)
 write_basic_package_version_file("${PROJECT_BINARY_DIR}/gradaccumConfigVersion.cmake"
@@ -19,4 +20,3 @@ install(FILES "${PROJECT_BINARY_DIR}/gradaccumConfig.cmake" "${PROJECT_BINARY_DI
   "${CMAKE_CURRENT_LIST_DIR}/GradaccumCudaKernels.cmake" "${CMAKE_CURRENT_LIST_DIR}/GradaccumCompileStep.cmake"
   DESTINATION "${directory}")
 install(DIRECTORY "${CMAKE_CURRENT_LIST_DIR}/without_openmp" DESTINATION "${directory}")
-install(PROGRAMS "${CMAKE_CURRENT_LIST_DIR}/../tools/compile_step.py" DESTINATION "${CMAKE_INSTALL_DATADIR}/gradaccum")

@@ -8,11 +8,11 @@ import statistics
 import subprocess
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tools"))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "python"))
 import torch
 import transformers
 
-import export_model
+from gradaccum import export_model
 from record import parse, record, seconds
 
 TEXT = dict(vocab_size=8000, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024)

@@ -27,7 +27,8 @@ CODE = re.compile(r"(`+)[^`].*?\1", re.DOTALL)
 
 def sources():
     """Returns each page's source, and its path in the site."""
-    found = {"README.md": "index.md", "docs/README.md": "guides.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+    found = {"README.md": "index.md", "docs/README.md": "guides.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md",
+             "SECURITY.md": "security.md"}
     found |= {f"docs/{path.name}": path.name for path in DOCS.glob("*.md") if path.name != "README.md"}
     found |= {f"examples/{path.parent.name}/README.md": f"examples/{path.parent.name}.md" for path in ROOT.glob("examples/*/README.md")}
     return found
@@ -136,7 +137,7 @@ def navigation(listed, found, modules, pages):
         if headers_of:
             by_module.append({module: [{reference.title_of(header, found[header]): reference.page_of(header)} for header in headers_of]})
     examples = [{path.split("/")[1].removesuffix(".md").replace("_", " "): path} for path in sorted(pages.values()) if path.startswith("examples/")]
-    return [*nav, {"Reference": by_module}, {"Figures": "figures.md"}, {"More": [*examples, {"Changelog": "changelog.md"}, {"Contributing": "contributing.md"}]}]
+    return [*nav, {"Reference": by_module}, {"Figures": "figures.md"}, {"More": [*examples, {"Changelog": "changelog.md"}, {"Contributing": "contributing.md"}, {"Security": "security.md"}]}]
 
 
 def guides(problems):

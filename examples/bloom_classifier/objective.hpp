@@ -79,7 +79,7 @@ inline std::vector<ga::data::SequenceBatch> frequent_batches(ga::data::LengthBuc
   return frequent;
 }
 
-/// Records the training step of these options for tools/compile_step.py: for six lengths on a CPU, and for sixteen on a
+/// Records the training step of these options for gradaccum-compile-step: for six lengths on a CPU, and for sixteen on a
 /// device, which waits for the host in eager steps.
 inline void record_step(ModelFolder& folder, const EncodedReviews& reviews, const Options& options) {
   const auto batches = frequent_batches(

@@ -158,7 +158,7 @@ inline void add_training(CLI::App& app, Options& options) {
          "on a CPU, 16 if it is compiled, 64 elsewhere")
       ->check(CLI::Range(0, 1 << 16));
   app.add_option("--record-step", options.record_step,
-                 "record the training step in this folder, for tools/compile_step.py, and train nothing");
+                 "record the training step in this folder, for gradaccum-compile-step, and train nothing");
   app.add_option("--compile", options.compile,
                  "train with the step that was recorded and compiled in this folder; "
                  "--demo sets it beside the others")

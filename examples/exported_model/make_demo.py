@@ -5,8 +5,8 @@
     make_demo.py demo --kind text --kind lm
 
 For each kind, text (a BERT that separates good reviews from bad ones), lm (a Llama that writes reviews) and image (a
-ViT for FashionMNIST), there are demo/KIND, a model that tools/export_model.py exported, and demo/KIND.train.safetensors
-and demo/KIND.validation.safetensors, the tensors that it takes. It needs what tools/export_model.py needs.
+ViT for FashionMNIST), there are demo/KIND, a model that gradaccum-export exported, and demo/KIND.train.safetensors
+and demo/KIND.validation.safetensors, the tensors that it takes. It needs what gradaccum-export needs.
 """
 
 import argparse
@@ -15,8 +15,8 @@ import pathlib
 import random
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "tools"))
-import export_model  # noqa: E402
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "python"))
+from gradaccum import export_model  # noqa: E402
 
 FILES = {"train": 4000, "validation": 1000}  # rows
 TOKENS = 32  # of a review, with padding
@@ -101,7 +101,7 @@ def configurations():
             "image": ViTConfig(**small, image_size=28, patch_size=7, num_channels=1, num_labels=10)}
 
 
-# kind: its function for data, task and shape of a batch for tools/export_model.py
+# kind: its function for data, task and shape of a batch for gradaccum-export
 KINDS = {"text": (text_data, "sequence-classification", f"16x{TOKENS}"),
          "lm": (lm_data, "causal-lm", f"16x{TOKENS}"),
          "image": (image_data, "image-classification", "16")}

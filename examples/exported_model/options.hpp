@@ -30,7 +30,7 @@ namespace detail {
 
 inline void add_options(CLI::App& app, Options& options) {
   app.option_defaults()->always_capture_default()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
-  app.add_option("--model", options.model, "what tools/export_model.py wrote")->required()->type_name("FOLDER");
+  app.add_option("--model", options.model, "what gradaccum-export wrote")->required()->type_name("FOLDER");
   app.add_option("--data", options.data, "tensors by the names that the model takes: input_ids, attention_mask, labels")
       ->required()
       ->type_name("FILE.safetensors");

@@ -90,7 +90,7 @@ inline void add_options(CLI::App& app, Options& options) {
   bytes("--checkpoint", options.checkpoint, "recompute activations in backward so that the rest fits (12MiB)");
   auto* const compile =
       path("--compile", options.compile, "train with the step that was recorded and compiled in this directory");
-  path("--record-step", options.record_step, "only record the training step there, for tools/compile_step.py")
+  path("--record-step", options.record_step, "only record the training step there, for gradaccum-compile-step")
       ->excludes(compile);
 
   app.add_flag("--trainer", options.trainer, "train with ga::Trainer, not the loop written by hand; so do those below");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A model that Python has exported (tools/export_model.py), fine-tuned by a Trainer.
+// A model that Python has exported (gradaccum-export), fine-tuned by a Trainer.
 //
 //     ./finetune_exported MODEL DATA [EPOCHS]     trains, and writes the weights to MODEL.trained, for from_pretrained.
 //                                                 Saves in MODEL.states, and resumes from the newest state there

@@ -3,8 +3,8 @@
 // advantages are normalised over the whole batch, and learning_rate, num_envs and num_steps fit this task.
 //
 //     ./ppo [STEPS [SEED [FOLDER]]]     trains; with a folder, saves there, and resumes from its newest state
-//     ./ppo record FOLDER               records the training step. Once gradaccum's tools/compile_step.py has compiled
-//                                       FOLDER/step, updates take less than half the time. Record again after a change
+//     ./ppo record FOLDER               records the training step. Once gradaccum-compile-step has compiled FOLDER/step,
+//                                       updates take less than half the time. Record again after a change
 //                                       of the objective or of hyperparameters
 //
 // For a task of your own with discrete actions, change Environment and Agent, then the hyperparameters.

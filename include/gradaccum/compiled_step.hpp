@@ -47,7 +47,7 @@ std::shared_ptr<RecordedSteps<CompiledStepReport>> load_step(torch::nn::Module& 
 
 }  // namespace detail
 
-/// An objective with compiled forward and backward, recorded by `save_step` and compiled by tools/compile_step.py.
+/// An objective with compiled forward and backward, recorded by `save_step` and compiled by gradaccum-compile-step.
 ///
 ///  auto objective = [](auto& net, auto& batch) {
 ///    return torch::mse_loss(net->forward(batch.data), batch.target);
@@ -170,7 +170,7 @@ SavedStep save_steps(Model&& model, Objective&& objective, const std::vector<Bat
 ///     };
 ///     std::cout << ga::save_step(model, objective, *batches.begin(), "step");
 ///
-/// `tools/compile_step.py step` compiles it, and `ga::CompiledStep` runs it in place of the objective. Records the
+/// `gradaccum-compile-step step` compiles it, and `ga::CompiledStep` runs it in place of the objective. Records the
 /// sequence of tensor operations for this batch, with their constants and modes: put the model in training mode, and
 /// enable autocast if training uses it (`ga::Autocast`).
 ///

@@ -30,8 +30,8 @@ struct ExportedModelOptions {
   bool check = true;                   ///< run the folder's sample, and throw if results differ from Python's
 };
 
-/// A model and its training step, exported from Python: by tools/export_model.py from Hugging Face, or by
-/// gradaccum_export.py from any `torch.nn.Module`.
+/// A model and its training step, exported from Python: by the command gradaccum-export from Hugging Face, or
+/// by `gradaccum.export` from any `torch.nn.Module`.
 ///
 ///  ga::ExportedModel model("model");
 ///  ga::optim::AdamW adamw(model->parameters(), 1e-4);

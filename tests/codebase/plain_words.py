@@ -14,8 +14,8 @@ import re
 import sys
 
 # Each folder's ceiling, and that of its worst file with at least 60 words of comments.
-CEILINGS = {"include": (1, 6), "examples": (3, None), "tools": (3, None), "cmake": (3, None), "benchmarks": (3, None),
-            "bootstrap.sh": (3, None), "README.md": (3, None), "CONTRIBUTING.md": (3, None), "CHANGELOG.md": (3, None), "docs": (3, None), "tests": (3, None)}
+CEILINGS = {"include": (1, 6), "examples": (3, None), "tools": (3, None), "python": (3, None), "cmake": (3, None), "benchmarks": (3, None),
+            "bootstrap.sh": (3, None), "README.md": (3, None), "CONTRIBUTING.md": (3, None), "CHANGELOG.md": (3, None), "SECURITY.md": (3, None), "docs": (3, None), "tests": (3, None)}
 ENOUGH = 60
 
 TURNS = re.compile(r"\b(?:" + "|".join([

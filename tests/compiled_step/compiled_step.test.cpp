@@ -632,7 +632,7 @@ TEST_CASE("A step of a folder runs, and is loaded only if its files are unchange
   CHECK(has(error_with([](Folder& folder) { folder.manifest.files.clear(); }), "must list the file graph-0."));
   CHECK(has(error_with([](Folder& folder) { folder.manifest.libtorch = "2.3.0"; }), "must be made with LibTorch"));
   CHECK(has(error_of_value("graph-0.capability", std::string("AVX9")), "compiled for processors with AVX9"));
-  CHECK(has(error_of_value("graph-0.code", std::string()), "must be compiled first: run tools/compile_step.py"));
+  CHECK(has(error_of_value("graph-0.code", std::string()), "must be compiled first: run gradaccum-compile-step"));
   CHECK(has(error_of_value("graph-0.gradients", std::string("yyy")), "must describe every parameter and buffer"));
   CHECK(has(error_of_value("graph-0.gradients", std::string("yyyn")), "must take 7 tensors and give 5, got 7 and 6"));
   CHECK(has(error_of_value("graph-0.output", false), "must take 7 tensors and give 5, got 7 and 6"));

@@ -28,7 +28,7 @@ using namespace testing::compiled;
 
 namespace {
 
-/// Code of a step with the interface of tools/compile_step.py.
+/// Code of a step with the interface of gradaccum-compile-step.
 struct Code {
   std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> run;
   std::size_t inputs = 0, outputs = 0;

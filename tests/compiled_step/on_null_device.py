@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""on_null_device.py FOLDER RECORD...: tests that tools/compile_step.py's code for a GPU is loaded and launches kernels.
+"""on_null_device.py FOLDER RECORD...: tests that gradaccum-compile-step's code for a GPU is loaded and launches kernels.
 
 The program RECORD... records a step into a folder inside of FOLDER, on the emulated device. A device that computes
 nothing (tests/support/null_device) replaces the GPU: results have no meaning; everything before a kernel is real.
@@ -23,9 +23,10 @@ ASKING = [torch_libraries / f"lib{name}.so" for name in ("c10_cuda", "torch_cuda
 os.environ.update(TRITON_LIBCUDA_PATH=str(folder), TRITON_CACHE_DIR=str(folder / "triton"), TORCHINDUCTOR_COMPILE_THREADS="1")
 device = ctypes.CDLL(str(null_device.make(folder, ASKING)), ctypes.RTLD_GLOBAL)
 
-import wheel  # noqa: E402, F401: finds tools/ and torch
-import compile_step  # noqa: E402
+import wheel  # noqa: E402, F401: finds python/ and torch
 import torch  # noqa: E402
+
+from gradaccum import compile_step  # noqa: E402
 
 
 class Functions(ctypes.Structure):

@@ -7,11 +7,13 @@
 # build trees, and then touches ${PROJECT_BINARY_DIR}/<target>.stamp.
 function(gradaccum_fetch_packages target folder size)
   set(stamp "${PROJECT_BINARY_DIR}/${target}.stamp")
+  set(requirements "${ARGN}")
+  list(FILTER requirements INCLUDE REGEX "[.]txt$")
   add_custom_command(OUTPUT "${stamp}"
     COMMAND "${CMAKE_COMMAND}" -D "PYTHON=${python}" -D "FOLDER=${folder}" -D "SIZE=${size}" -D "WHAT=${ARGN}"
       -P "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/fetch_packages.cmake"
     COMMAND "${CMAKE_COMMAND}" -E touch "${stamp}"
-    DEPENDS "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/requirements.txt"
+    DEPENDS ${requirements}
     COMMENT "Fetching packages of Python, ${size}" VERBATIM)
   add_custom_target(${target} DEPENDS "${stamp}")
 endfunction()
@@ -62,13 +64,13 @@ add_custom_command(OUTPUT ${generated} ${registrations}
   COMMAND "${CMAKE_COMMAND}" -D "FOLDER=${folder}" -D "NAMES=${names}"
     -D "MODULE=${PROJECT_SOURCE_DIR}/cmake/GradaccumCompileStep.cmake"
     -P "${CMAKE_CURRENT_SOURCE_DIR}/compiled_step/register.cmake"
-  DEPENDS save_steps "${PROJECT_BINARY_DIR}/gradaccum.tests.packages.stamp" compiled_step/generate.py compiled_step/register.cmake "${PROJECT_SOURCE_DIR}/tools/compile_step.py"
+  DEPENDS save_steps "${PROJECT_BINARY_DIR}/gradaccum.tests.packages.stamp" compiled_step/generate.py compiled_step/register.cmake "${PROJECT_SOURCE_DIR}/python/gradaccum/compile_step.py"
     "${PROJECT_SOURCE_DIR}/cmake/GradaccumCompileStep.cmake"
   COMMENT "Generating the C++ of compiled steps"
   VERBATIM)
 add_custom_target(gradaccum.tests.steps DEPENDS ${generated} ${registrations})
 
-# The flags of tools/compile_step.py without -O3, which makes the compiler take half as long again.
+# The flags of gradaccum-compile-step without -O3, which makes the compiler take half as long again.
 set(flags -std=c++20 -DNDEBUG -g0 -w -fno-trapping-math -fno-math-errno -ffp-contract=off -fno-tree-loop-vectorize
   -fopenmp -fvisibility=hidden -DTORCH_INDUCTOR_CPP_WRAPPER -DSTANDALONE_TORCH_HEADER -DC10_USING_CUSTOM_GENERATED_MACROS
   -DCPU_CAPABILITY_DEFAULT)

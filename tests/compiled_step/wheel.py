@@ -49,4 +49,4 @@ def load_libraries_of_torch():
 logging.disable(logging.WARNING)  # about libraries that only GPUs need
 load_libraries_of_torch()
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"  # skips tests of this CPU, because the code is for any CPU
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tools"))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "python"))

@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# Installs gradaccum to WHERE/prefix and copies the examples to WHERE/copied_out, for the consumers to use.
+# Installs gradaccum to WHERE/prefix, copies the examples to WHERE/copied_out, and makes the archive WHERE/release.tar.gz
+# of the files that git tracks, for the consumers to use.
 
-file(REMOVE_RECURSE "${WHERE}/prefix" "${WHERE}/copied_out")
+file(REMOVE_RECURSE "${WHERE}/prefix" "${WHERE}/copied_out" "${WHERE}/release.tar.gz")
 execute_process(COMMAND "${CMAKE_COMMAND}" --install "${BUILD}" --prefix "${WHERE}/prefix" COMMAND_ERROR_IS_FATAL ANY)
 file(COPY "${SOURCE}/examples/" DESTINATION "${WHERE}/copied_out")
+execute_process(COMMAND git ls-files WORKING_DIRECTORY "${SOURCE}" OUTPUT_FILE "${WHERE}/tracked" RESULT_VARIABLE not_a_clone)
+if(NOT not_a_clone)
+  execute_process(COMMAND "${CMAKE_COMMAND}" -E tar czf "${WHERE}/release.tar.gz" "--files-from=${WHERE}/tracked"
+    WORKING_DIRECTORY "${SOURCE}" COMMAND_ERROR_IS_FATAL ANY)
+endif()

@@ -22,7 +22,7 @@
 #include <utility>
 #include <vector>
 
-// Steps of models on a device. A stand-in replaces the compiled code, because compile_step.py's needs a GPU.
+// Steps of models on a device. A stand-in replaces the compiled code, because gradaccum-compile-step's needs a GPU.
 
 namespace ga = gradaccum;
 using namespace testing;
@@ -52,7 +52,7 @@ const auto objective = [](auto& model, auto& batch) {
       .with(output.detach(), batch.target);
 };
 
-/// The objective's step with the interface of compile_step.py's code.
+/// The objective's step with the interface of gradaccum-compile-step's code.
 namespace stand_in {
 
 std::string started_on;  ///< the device for which the code was last created
@@ -94,7 +94,7 @@ void* const functions[] = {reinterpret_cast<void*>(&create), reinterpret_cast<vo
                            reinterpret_cast<void*>(&run), reinterpret_cast<void*>(&inputs),
                            reinterpret_cast<void*>(&outputs)};
 
-/// Registers the code in this program for a recorded step, as compile_step.py would complete it.
+/// Registers the code in this program for a recorded step, as gradaccum-compile-step would complete it.
 ga::InProgram of(const std::filesystem::path& folder) {
   auto manifest = ga::detail::read_manifest(folder, ga::detail::step_format);
   manifest.values["graph-0.code"] = std::string("5eed");
@@ -116,7 +116,7 @@ at::Tensor summary(const at::Tensor& tensor) {
   return torch::stack(numbers);
 }
 
-/// Makes a folder as gradaccum_export.py would, of a network and a batch, with its results in the sample.
+/// Makes a folder as gradaccum.export would, of a network and a batch, with its results in the sample.
 ga::InProgram exported(torch::nn::Sequential& model, const Example& batch, const std::filesystem::path& folder) {
   ga::save_step(model, objective, batch, folder, {.any_rows = false});
   const auto in_program = stand_in::of(folder);

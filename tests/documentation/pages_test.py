@@ -93,7 +93,8 @@ void undocumented();
 
 def copied(folder):
     """Copies all inputs of the pages."""
-    for path in ("docs", "include", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "tests/support/layering.cmake",
+    for path in ("docs", "include", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "packaging/README.md",
+                 "tests/support/layering.cmake",
                  *(path.relative_to(ROOT) for files in ("examples/*/README.md", "examples/*/*/README.md", "examples/*/*.cpp")
                    for path in ROOT.glob(files))):
         there = folder / path

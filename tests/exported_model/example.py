@@ -11,8 +11,8 @@ import tempfile
 import numpy
 from safetensors.numpy import load_file, save_file
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tools"))
-from compile_step import Manifest  # noqa: E402
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "python"))
+from gradaccum.compile_step import Manifest  # noqa: E402
 
 
 def export_with_library(exported, library, folder):

@@ -10,14 +10,13 @@ import sys
 from unittest import mock
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "compiled_step"))
-import wheel  # noqa: E402, F401: finds tools/ and torch
+import wheel  # noqa: E402, F401: finds python/ and torch
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-import export_model  # noqa: E402
-import gradaccum_export  # noqa: E402
+from gradaccum import export, export_model  # noqa: E402
 
 TEXT = dict(vocab_size=40, hidden_size=16, num_attention_heads=2, intermediate_size=24, num_hidden_layers=1)
 CONFIGS = {
@@ -135,8 +134,8 @@ def export_of_own(folder, name, module, autocast):
         with torch.autocast("cpu", autocast, enabled=autocast is not None):
             return own_loss(model(batch["x"]), batch), len(batch["labels"])
 
-    gradaccum_export.export(model, sample(0), own_loss, folder / name, autocast=autocast, capability="DEFAULT", source_only=True,
-                            passes=("training",) if autocast else gradaccum_export.PASSES)
+    export.export(model, sample(0), own_loss, folder / name, autocast=autocast, capability="DEFAULT", source_only=True,
+                  passes=("training",) if autocast else export.PASSES)
     return model, sample, loss
 
 

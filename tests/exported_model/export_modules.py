@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests gradaccum_export with unusual modules, and with ones that it refuses."""
+"""Tests gradaccum.export with unusual modules, and with ones that it refuses."""
 
 import contextlib
 import io
@@ -13,14 +13,13 @@ import tempfile
 import types
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "compiled_step"))
-import wheel  # noqa: E402, F401: finds tools/ and torch
+import wheel  # noqa: E402, F401: finds python/ and torch
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-import export_model  # noqa: E402
-import gradaccum_export  # noqa: E402
+from gradaccum import export, export_model  # noqa: E402
 
 BATCH = {"x": torch.randn(5, 4), "labels": torch.randint(3, (5,))}
 folder = pathlib.Path(tempfile.mkdtemp())
@@ -34,14 +33,14 @@ def values_of(module, batch=BATCH, loss=loss, name="model", **options):
     """Exports a training step. Returns the manifest's values, and the output."""
     options = {"passes": ("training",), "capability": "DEFAULT", "source_only": True, **options}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        gradaccum_export.export(module, batch, loss, folder / name, **options)
+        export.export(module, batch, loss, folder / name, **options)
     return json.loads((folder / name / "manifest.json").read_text())["values"], printed.getvalue()
 
 
 def refused(part, *arguments, **options):
     try:
         values_of(*arguments, **options)
-    except gradaccum_export.Failure as failure:
+    except export.Failure as failure:
         assert part in str(failure), f"{failure}: must say {part}"
         return
     raise AssertionError(f"must be refused: {part}")
@@ -150,7 +149,7 @@ def test_folders_of_killed_exports_are_removed():
 def items_of(loss, labels, module=None, **options):
     """Returns the number of items over which an export's loss is a mean; None for the rows."""
     options = {"forward": None, "items": None, "target": "labels", "autocast": None, **options}
-    exporter = gradaccum_export._Exporter(module or Module(), loss, folder=folder, **options)
+    exporter = export._Exporter(module or Module(), loss, folder=folder, **options)
     with exporter.mode("training"):
         items = exporter.repeated("training", {"x": BATCH["x"], "labels": labels}).get("items")
     return None if items is None else items[0].item()

@@ -32,8 +32,8 @@ add_custom_command(OUTPUT ${outputs}
     -D "MODULE=${PROJECT_SOURCE_DIR}/cmake/GradaccumCompileStep.cmake"
     -P "${CMAKE_CURRENT_SOURCE_DIR}/compiled_step/register.cmake"
   DEPENDS "${PROJECT_BINARY_DIR}/gradaccum.tests.packages.stamp" exported_model/export_models.py compiled_step/wheel.py compiled_step/register.cmake
-    "${PROJECT_SOURCE_DIR}/tools/compile_step.py" "${PROJECT_SOURCE_DIR}/tools/export_model.py"
-    "${PROJECT_SOURCE_DIR}/tools/gradaccum_export.py" "${PROJECT_SOURCE_DIR}/tools/python_state.py"
+    "${PROJECT_SOURCE_DIR}/python/gradaccum/compile_step.py" "${PROJECT_SOURCE_DIR}/python/gradaccum/export_model.py"
+    "${PROJECT_SOURCE_DIR}/python/gradaccum/export.py" "${PROJECT_SOURCE_DIR}/python/gradaccum/python_state.py"
     "${PROJECT_SOURCE_DIR}/cmake/GradaccumCompileStep.cmake"
   COMMENT "Exporting models from Python"
   VERBATIM)

@@ -5,7 +5,7 @@ import pathlib
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "compiled_step"))
-import wheel  # noqa: E402, F401: finds tools/ and torch
+import wheel  # noqa: E402, F401: finds python/ and torch
 
 import torch  # noqa: E402
 import transformers  # noqa: E402

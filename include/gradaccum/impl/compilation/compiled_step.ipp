@@ -567,7 +567,7 @@ GRADACCUM_INLINE std::ostream& operator<<(std::ostream& stream, const SavedStep&
   stream << step.folder.string() << ": recorded a step of";
   for (std::size_t i = 0; i < step.batches.size(); ++i) stream << (i ? "; of " : " ") << step.batches[i];
   if (!step.only_these_rows.empty()) stream << "\nOnly of so many rows: " << step.only_these_rows;
-  return stream << "\nCompile it: python3 tools/compile_step.py " << step.folder.string() << '\n';
+  return stream << "\nCompile it: gradaccum-compile-step " << step.folder.string() << '\n';
 }
 
 }  // namespace gradaccum

@@ -21,7 +21,7 @@
 namespace gradaccum::detail {
 
 inline constexpr const char* sample_name = "sample.safetensors";
-inline constexpr std::uint64_t sample_seed = 20'261'127;  // as in gradaccum_export.py
+inline constexpr std::uint64_t sample_seed = 20'261'127;  // as in gradaccum.export
 
 GRADACCUM_INLINE std::vector<std::string> words_of(const std::string& text) {
   std::istringstream stream(text);

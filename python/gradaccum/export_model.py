@@ -1,19 +1,18 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Exports a model of Hugging Face's, with its training step, for ga::ExportedModel to train and run in C++.
 
-    export_model.py --hugging-face bert-base-uncased/ --task sequence-classification --batch 8x256 --output model
+    gradaccum-export --hugging-face bert-base-uncased/ --task sequence-classification --batch 8x256 --output model
 
 It needs Python's torch of the version that the program is built with, transformers, and a C++ compiler (g++, or $CXX).
-For a torch.nn.Module of your own, see gradaccum_export.export.
+For a torch.nn.Module of your own, see gradaccum.export.export.
 """
 
 import argparse
 import pathlib
 import re
 
-import compile_step
-from compile_step import PASSES, Failure
+from gradaccum import compile_step
+from gradaccum.compile_step import PASSES, Failure
 
 TASKS = {"sequence-classification": "AutoModelForSequenceClassification", "causal-lm": "AutoModelForCausalLM",
          "image-classification": "AutoModelForImageClassification"}
@@ -114,7 +113,7 @@ def companions(arguments, model):
 
 
 def arguments_of_command(given=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="gradaccum-export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hugging-face", metavar="FOLDER_OR_CONFIG", required=True,
                         help="a folder with config.json and weights, or a config.json alone for new weights")
     parser.add_argument("--task", choices=TASKS, required=True)
@@ -136,16 +135,16 @@ def arguments_of_command(given=None):
 def main(given=None):
     """Exports with the given arguments, or with the command line's."""
     arguments = arguments_of_command(given)
-    with compile_step.failures_told("export_model", arguments.traceback):
+    with compile_step.failures_told("gradaccum-export", arguments.traceback):
         try:
-            import gradaccum_export
             import safetensors, transformers  # noqa: F401
+            from gradaccum.export import export
         except ImportError as error:
-            raise Failure(f"{error}: pip install torch transformers") from None
+            raise Failure(f"{error}: pip install 'gradaccum[export]'") from None
         model, autocast = model_of(arguments)
         files = companions(arguments, model)
         model.config.use_cache = False  # the saved configuration keeps it
-        gradaccum_export.export(
+        export(
             model, [sample_of(model, arguments.task, batch) for batch in arguments.batch], None, arguments.output,
             rows="these" if arguments.these_rows else "any", autocast=autocast, files=files,
             passes=arguments.passes, capability=arguments.capability, source_only=arguments.source_only)

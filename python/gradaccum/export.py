@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exports a torch.nn.Module with its training step, for ga::ExportedModel to train and run in C++ without Python.
 
-    import gradaccum_export
+    from gradaccum.export import export
     loss = lambda output, batch: torch.nn.functional.cross_entropy(output, batch["labels"])
-    gradaccum_export.export(module, {"x": images, "labels": labels}, loss, "model")
+    export(module, {"x": images, "labels": labels}, loss, "model")
 
-tools/export_model.py exports models of Hugging Face. It needs Python's torch of the version that the C++ program is
+The command gradaccum-export exports models of Hugging Face. It needs Python's torch of the version that the C++ program is
 built with, the package safetensors, and a C++ compiler (g++, or $CXX).
 """
 
@@ -29,9 +29,10 @@ import torch.utils.checkpoint
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compile_step import (DTYPES, PASSES, Code, Failure, Inputs, Manifest, capability_of, check_version,
-                          directory_to_compile_in, first_line, graph_of)
-from python_state import PythonState
+import gradaccum
+from gradaccum.compile_step import (DTYPES, PASSES, Code, Failure, Inputs, Manifest, capability_of, check_version,
+                                    directory_to_compile_in, first_line, graph_of)
+from gradaccum.python_state import PythonState
 
 FORMAT = "gradaccum exported model"
 ROWS_ARE_ITEMS, COMPUTED_ITEMS = 0.0, -1.0
@@ -228,7 +229,7 @@ class _Exporter:
 
     def write_to(self, folder, batches):
         manifest = Manifest(folder, {
-            "crc32": "", "format": FORMAT, "format_version": 1, "gradaccum": version_of_gradaccum(),
+            "crc32": "", "format": FORMAT, "format_version": 1, "gradaccum": gradaccum.version(),
             "libtorch": torch.__version__.split("+")[0], "files": {}, "values": {}})
         passes = [(kind, {name: batch[name].to(self.device) for name in sorted(batch)})
                   for batch in batches for kind in self.passes]
@@ -534,8 +535,3 @@ def summary_of(tensor):
     count = min(64, len(flat))
     at = torch.arange(count, device=flat.device) * (len(flat) - 1) // max(count - 1, 1)
     return torch.cat([flat[at], flat.norm().reshape(1)]).cpu()
-
-
-def version_of_gradaccum():
-    text = (pathlib.Path(__file__).parents[1] / "include/gradaccum/version.hpp").read_text()
-    return ".".join(re.search(rf"VERSION_{part} (\d+)", text)[1] for part in ("MAJOR", "MINOR", "PATCH"))
