@@ -5,8 +5,12 @@
 
 include(CMakePackageConfigHelpers)
 
-set(CMAKE_INSTALL_INCLUDEDIR include CACHE PATH "Where headers are installed to")
-set(CMAKE_INSTALL_DATADIR share CACHE PATH "Where the CMake package is installed to")
+if(NOT CMAKE_INSTALL_INCLUDEDIR)
+  set(CMAKE_INSTALL_INCLUDEDIR include)
+endif()
+if(NOT CMAKE_INSTALL_DATADIR) # GNUInstallDirs in a parent project sets it to ""
+  set(CMAKE_INSTALL_DATADIR share)
+endif()
 set(directory "${CMAKE_INSTALL_DATADIR}/cmake/gradaccum")
 configure_package_config_file("${CMAKE_CURRENT_LIST_DIR}/gradaccumConfig.cmake.in"
   "${PROJECT_BINARY_DIR}/gradaccumConfig.cmake" INSTALL_DESTINATION "${directory}" PATH_VARS CMAKE_INSTALL_INCLUDEDIR)

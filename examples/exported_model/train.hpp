@@ -43,8 +43,8 @@ inline bool predicts_classes(ga::ExportedModel& model, Batches& batches) {
   model->eval();
   const auto loss = model->loss(*batches.begin());
   model->train();
-  return loss.output.dim() == 2 && loss.output.size(1) > 1 && loss.target.defined() && loss.target.dim() == 1 &&
-         loss.target.scalar_type() == at::kLong;
+  return loss.output.defined() && loss.output.dim() == 2 && loss.output.size(1) > 1 && loss.target.defined() &&
+         loss.target.dim() == 1 && loss.target.scalar_type() == at::kLong;
 }
 
 inline std::string text_of(const ga::Evaluation& found) {

@@ -59,9 +59,9 @@ class ExportedModelImpl : public torch::nn::Module {
  public:
   explicit ExportedModelImpl(const std::filesystem::path& folder, const ExportedModelOptions& options = {});
 
-  /// Returns the loss of a batch, with the module's output and the labels for metrics. It has gradients in training
-  /// mode only. It is a mean over the batch's rows, or over the items that the export counts, such as labels of a
-  /// `cross_entropy` other than its `ignore_index`.
+  /// Returns the loss of a batch, with the labels and, if it was exported, the module's output for metrics. It has
+  /// gradients in training mode only. It is a mean over the batch's rows, or over the items that the export counts, such
+  /// as labels of a `cross_entropy` other than its `ignore_index`.
   ///
   /// Throws `c10::Error` if the batch's names, dtypes or shapes were not exported. The message lists the exported ones.
   Loss loss(const io::Tensors& batch);

@@ -44,7 +44,7 @@ TORCH_NAMES = {getattr(torch, python): cpp for cpp, python in DTYPES.items()}
 
 
 def export(module, batches, loss, folder, *, forward=None, items=None, target="labels", rows="any", autocast=None,
-           passes=PASSES, files=None, capability=None, source_only=False):
+           passes=PASSES, output=True, files=None, capability=None, source_only=False):
     """Writes `folder`, with the code of a training step, of an evaluation and of inference for each batch.
 
     module:  in training mode, on the device (a CPU or a CUDA device) and in the dtype in which it is to be trained.
@@ -62,10 +62,11 @@ def export(module, batches, loss, folder, *, forward=None, items=None, target="l
     rows:    "any", or "these" for code of no other numbers of rows, which may be faster.
     autocast: a dtype, for mixed precision.
     passes:  which code is needed, of "training", "evaluation" and "inference".
+    output:  whether training and evaluation have the output, for metrics. False saves its memory.
     files:   further files, contents by names, that belong to the weights and are saved with them, such as config.json.
     """
     exporter = _Exporter(module, loss, forward, items, target, autocast, pathlib.Path(folder))
-    exporter.rows, exporter.passes, exporter.files = rows, passes, files or {}
+    exporter.rows, exporter.passes, exporter.output, exporter.files = rows, passes, output, files or {}
     exporter.capability, exporter.source_only = capability, source_only
     exporter.write([batches] if isinstance(batches, dict) else list(batches))
 
@@ -86,6 +87,7 @@ class _Exporter:
     def __init__(self, module, loss, forward, items, target, autocast, folder):
         self.module, self.loss, self.forward, self.items = module, loss, forward, items
         self.target, self.autocast, self.folder, self.state = target, autocast, folder, None
+        self.output = True
         self.parameters, self.buffers = dict(module.named_parameters()), dict(module.named_buffers())
         self.persistent = set(module.state_dict())
         self.device = next((value.device for value in (*self.parameters.values(), *self.buffers.values())), torch.device("cpu"))
@@ -173,7 +175,8 @@ class _Exporter:
         items = [self.items(batch)] if self.items else counted.items
         if not all(map(is_number, items)):
             raise Failure(f"export: items must give a tensor of one element, got {text_of(items[0])}")
-        return (loss, tensor, *([sum(number.to(torch.float64) for number in items) / len(items)] if items else []))
+        outputs = (tensor,) if self.output else ()
+        return (loss, *outputs, *([sum(number.to(torch.float64) for number in items) / len(items)] if items else []))
 
     def run(self, kind, state, batch):
         """Runs a pass with the given parameters and buffers, and copies buffers that the module replaced into them."""
@@ -280,7 +283,7 @@ class _Exporter:
         manifest[f"{name}.any_rows"] = layouts_of(batch, any_rows=True) if any_rows else ""
         manifest[f"{name}.least_rows"] = 2
         manifest[f"{name}.items"] = COMPUTED_ITEMS if has_items else ROWS_ARE_ITEMS
-        manifest[f"{name}.output"] = kind != "inference"
+        manifest[f"{name}.output"] = kind != "inference" and self.output
         manifest[f"{name}.target"] = list(batch).index(self.target) if self.target in batch else NO_TARGET
         manifest[f"{name}.trace"] = ""
         with self.failures_of_torch(kind, batch):
@@ -389,7 +392,7 @@ class _Exporter:
         if self.in_16_bits():
             widened = _Exporter(copy.deepcopy(self.module).float(), self.loss, self.forward, self.items, self.target, None,
                                 self.folder)
-            widened.state = self.state
+            widened.state, widened.output = self.state, self.output
             exact = widened.eager(kind, {key: value.float() if value.is_floating_point() else value
                                          for key, value in batch.items()})
             found.update({f"{name}.exact.{key}": value for key, value in exact.items()})
@@ -404,7 +407,7 @@ class _Exporter:
             learned = [name for name in self.parameters if kind == "training" and state[name].requires_grad]
             gradients = torch.autograd.grad(results[0], [state[name] for name in learned],
                                             allow_unused=True) if learned else ()
-        names = ("output",) if kind == "inference" else ("loss", "output", "items")
+        names = ("output",) if kind == "inference" else ("loss", *(["output"] if self.output else []), "items")
         wanted = dict(zip(names, map(summary_of, results)))
         wanted.update({f"gradient.{name}": summary_of(gradient)
                        for name, gradient in zip(learned, gradients) if gradient is not None})

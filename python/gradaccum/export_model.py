@@ -57,6 +57,62 @@ def model_of(arguments):
     return model.to(arguments.device).train(), getattr(torch, autocast) if autocast else None
 
 
+class HeadByParts:
+    """The passes of a causal language model whose loss is by parts of the tokens, so that not all logits exist at a time."""
+
+    @staticmethod
+    def forward(model, batch):
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        if "labels" not in batch:  # inference
+            return model(**inputs)
+        head = model.get_output_embeddings()
+        return model.base_model(**inputs).last_hidden_state, head.weight, head.bias
+
+    @staticmethod
+    def loss(output, batch):
+        from gradaccum.linear_cross_entropy import linear_cross_entropy
+        hidden, weight, bias = output
+        return linear_cross_entropy(hidden[:, :-1], weight, batch["labels"][:, 1:], bias)
+
+    @staticmethod
+    def items(batch):
+        return (batch["labels"][:, 1:] != -100).sum()
+
+
+def has_plain_head(model, batch):
+    """Returns whether a causal language model's loss is that of HeadByParts: some scale their logits, or have a further
+    loss. Compares them on a few tokens."""
+    import torch
+    few = {name: tensor[:1, :16].to(model.device) for name, tensor in batch.items()}
+    try:
+        with torch.no_grad():
+            model.eval()
+            own, loss = model(**few).loss, HeadByParts.loss(HeadByParts.forward(model, few), few)
+    except Exception:  # any of a model with other parts
+        return False
+    finally:
+        model.train()
+    return torch.allclose(loss.to(own.dtype), own, rtol=1e-2 if model.dtype.itemsize == 2 else 1e-4)
+
+
+def passes_of(model, autocast, task, batches):
+    """Returns arguments of `export` for the passes of a model: HeadByParts, if logits take more than its budget. In float16
+    it would lose the gradients of single classes, which are scaled later."""
+    import torch
+    from gradaccum.linear_cross_entropy import MEMORY_BUDGET
+    if task != "causal-lm":
+        return {"loss": None}
+    most = 4 * model.config.get_text_config().vocab_size * max(batch["input_ids"].numel() for batch in batches)
+    if most <= MEMORY_BUDGET:
+        return {"loss": None}
+    why = ("in float16" if torch.float16 in (autocast, model.dtype) else
+           "for a head that is no plain product" if not has_plain_head(model, batches[0]) else "")
+    if why:
+        print(f"gradaccum-export: all logits exist at a time, {why}: {most / 1e9:.1f} GB, and their gradient")
+        return {"loss": None}
+    return {"loss": HeadByParts.loss, "forward": HeadByParts.forward, "items": HeadByParts.items, "output": False}
+
+
 def sample_of(model, task, batch, seed=0):
     """Returns a batch of that shape with random numbers."""
     import torch
@@ -144,10 +200,11 @@ def main(given=None):
         model, autocast = model_of(arguments)
         files = companions(arguments, model)
         model.config.use_cache = False  # the saved configuration keeps it
+        batches = [sample_of(model, arguments.task, batch) for batch in arguments.batch]
         export(
-            model, [sample_of(model, arguments.task, batch) for batch in arguments.batch], None, arguments.output,
-            rows="these" if arguments.these_rows else "any", autocast=autocast, files=files,
-            passes=arguments.passes, capability=arguments.capability, source_only=arguments.source_only)
+            model, batches, folder=arguments.output, rows="these" if arguments.these_rows else "any", autocast=autocast,
+            files=files, passes=arguments.passes, capability=arguments.capability, source_only=arguments.source_only,
+            **passes_of(model, autocast, arguments.task, batches))
         check_loads(model, arguments)
 
 

@@ -16,7 +16,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-from gradaccum import export, export_model  # noqa: E402
+from gradaccum import export, export_model, linear_cross_entropy  # noqa: E402
 
 TEXT = dict(vocab_size=40, hidden_size=16, num_attention_heads=2, intermediate_size=24, num_hidden_layers=1)
 CONFIGS = {
@@ -172,6 +172,7 @@ def main():
     folder = pathlib.Path(sys.argv[1])
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    linear_cross_entropy.MEMORY_BUDGET = ROWS * 40 * 4 * 4  # logits of 4 of a text's 9 tokens: three parts
     exports = {name: lambda name=name, how=how: export_of_hugging_face(folder, name, *how) for name, *how in MODELS}
     exports["own"] = lambda: export_of_own(folder, "own", Own, None)
     exports["half"] = lambda: export_of_own(folder, "half", Small, torch.float16)

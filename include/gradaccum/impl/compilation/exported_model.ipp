@@ -103,7 +103,7 @@ class Sample {
     for (auto& name : model_.buffer_names) results.buffers.push_back(find("buffer." + name));
     return results;
   }
-  bool has_exact() const { return file_.contains(name_ + ".exact.output"); }
+  bool has_exact() const { return file_.contains(name_ + ".exact.loss") || file_.contains(name_ + ".exact.output"); }
 
  private:
   const io::SafetensorsFile& file_;
@@ -138,7 +138,7 @@ GRADACCUM_INLINE TrialResult summarised(TrialResult results, const GraphDescript
   if (graph.kind == "inference") loss.output = std::exchange(loss.mean, at::zeros({}, at::kDouble));
   if (graph.items != GraphDescription::computed_items) loss.items = 1;
   loss.target.reset();
-  loss.output = summary_of(loss.output);
+  if (loss.output.defined()) loss.output = summary_of(loss.output);
   for (auto* const tensors : {&results.gradients, &results.buffers})
     for (auto& tensor : *tensors)
       if (tensor.defined()) tensor = summary_of(tensor);
