@@ -5,9 +5,6 @@
 
 include(CMakePackageConfigHelpers)
 
-if(NOT CMAKE_INSTALL_INCLUDEDIR)
-  set(CMAKE_INSTALL_INCLUDEDIR include)
-endif()
 if(NOT CMAKE_INSTALL_DATADIR) # GNUInstallDirs in a parent project sets it to ""
   set(CMAKE_INSTALL_DATADIR share)
 endif()

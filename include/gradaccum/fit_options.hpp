@@ -116,6 +116,7 @@ class FitProgress {
 
   int signal_ = 0, ranks_ = 1;
   double items_ = 0, flops_ = 0;
+  double flops_from_ = 0;                   // seconds of the runs before that did not count FLOP
   Clock::time_point start_ = Clock::now();  // less the time of the runs that this one resumes
   Clock::time_point begun_ = Clock::now();
 };
@@ -131,11 +132,12 @@ class FitProgress {
 struct FitReport {
   std::int64_t epochs = 0, updates = 0, skipped = 0, samples = 0;  ///< skipped: windows without an update
   double seconds = 0, samples_per_second = 0;
-  std::string unit = {};             ///< FitOptions::unit
-  double items = 0;                  ///< of all losses, in this unit
-  double flops = 0, peak_flops = 0;  ///< FLOP of all micro-batches, and FLOP/s of all ranks' devices; 0 if not counted
-  std::string resumed_from = {};     ///< the loaded state; all numbers then include the runs before it
-  std::string stopped = {};          ///< why it stopped early; empty if it did not
+  std::string unit = {};                   ///< FitOptions::unit
+  double items = 0;                        ///< of all losses, in this unit
+  double flops = 0, flops_per_second = 0;  ///< of the runs that count them; 0 if this one does not
+  double peak_flops = 0;                   ///< FLOP/s of all ranks' devices; 0 if not given
+  std::string resumed_from = {};           ///< the loaded state; all numbers then include the runs before it
+  std::string stopped = {};                ///< why it stopped early; empty if it did not
   int signal = 0;                   ///< the signal that ended it, such as SIGTERM; programs then exit with 128 + signal
   std::int64_t nan_batches = 0;     ///< batches left out by `OnNan::skip`
   std::string first_nan = {};       ///< the first of these

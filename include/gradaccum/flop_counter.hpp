@@ -17,7 +17,11 @@ namespace gradaccum {
 
 namespace detail {
 struct FlopCounts;
-}
+using FlopsByOperation = std::map<std::string, std::int64_t>;
+
+/// Adds to this thread's counters, for a step that replays operations which it has counted before.
+void add_flops(const FlopsByOperation& counts);
+}  // namespace detail
 
 /// Counts the floating-point operations of products, convolutions and attention, as Python's FlopCounterMode does.
 ///
@@ -30,9 +34,8 @@ struct FlopCounts;
 /// multiplication and an addition are 2. Elementwise operations, matrix-vector products, the mask of causal attention
 /// and the savings of grouped convolutions do not count.
 ///
-/// Differences from Python's: what a checkpoint runs again does not count, since it is not the model's own. Of a
-/// `GraphedStep` or `CompiledStep` only the first batch of a layout counts, once; the code of an `ExportedModel` does
-/// not. `FitOptions::count_flops` counts each layout's first batch for that reason.
+/// Differences from Python's: what a checkpoint runs again does not count, since it is not the model's own. A
+/// `GraphedStep` or `CompiledStep` counts as its objective does. The code of an `ExportedModel` does not count.
 ///
 /// Counters may be nested; destroy them in reverse order, on the thread that constructed them.
 ///
@@ -45,12 +48,13 @@ class FlopCounter {
 
   std::int64_t get_total_flops() const;
   /// Returns the count of each operation, such as `aten::mm`, that has one.
-  std::map<std::string, std::int64_t> get_flop_counts() const;
+  detail::FlopsByOperation get_flop_counts() const;
 
  private:
+  bool is_outermost_;
   std::shared_ptr<detail::FlopCounts> counts_;
   c10::DebugInfoGuard guard_;
-  std::uint64_t callback_ = 0;  // 0: an outer counter has it
+  std::uint64_t callback_ = 0;  // of the outermost counter
 };
 
 /// Measures the FLOP/s of large matrix products in this dtype, for the peak of an MFU.

@@ -212,9 +212,47 @@ TEST_CASE("GraphedStep: a FlopCounter counts each layout once, as the objective"
                                 : ga::Trainer(model, adamw, objective).fit(batches, counted);
     CHECK(step.report().captured == (graphed ? 2 : 0));
     flops.push_back(report.flops);
+    const ga::FlopCounter counter;  // of steps that are all replayed
+    for (auto& batch : batches) graphed ? step(batch).backward() : objective(model, batch).backward();
+    CHECK(static_cast<double>(counter.get_total_flops()) * 2 == report.flops);
   }
   CHECK(flops[0] > 0);
   CHECK(flops[0] == flops[1]);
+}
+
+TEST_CASE("GraphedStep: replays have the backward_seed of their pass", "[cuda]") {
+  if (!has_graphs()) SKIP(missing);
+  struct Injects : torch::autograd::Function<Injects> {
+    static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x, const at::Tensor& /*penalty*/) {
+      return x.view_as(x);
+    }
+    static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                   torch::autograd::variable_list gradients) {
+      return {gradients[0], ga::backward_seed().to(gradients[0].device(), at::kFloat)};
+    }
+  };
+  const auto injecting = [](auto& net, auto& batch) {
+    const auto output = net->forward(batch.data);
+    return ga::Loss{torch::mse_loss(Injects::apply(output, output.square().mean()), batch.target), batch.data.size(0)};
+  };
+  const auto batches = batches_on_device({4, 6, 4, 6, 6, 4});
+  std::vector<at::Tensor> results;
+  for (const bool graphed : {false, true}) {
+    auto model = make_network();
+    ga::GraphedStep step(model, injecting);
+    ga::optim::SGD sgd(model->parameters(), 0.01);
+    ga::GradAccumulator optimizer(sgd, {.steps = 2});
+    ga::AmpScaler scaler({.init_scale = 1024});
+    for (auto& batch : batches) {
+      optimizer.backward(scaler.scale(graphed ? step(batch) : injecting(model, batch)));
+      scaler.step(optimizer);
+      scaler.update();
+      optimizer.zero_grad();
+    }
+    CHECK(step.report().replayed == (graphed ? 6 : 0));
+    results.push_back(all_of(model->parameters()));
+  }
+  CHECK(at::equal(results[0], results[1]));
 }
 
 TEST_CASE("GraphedStep: a GuardNorm rejects windows of replayed steps", "[cuda]") {

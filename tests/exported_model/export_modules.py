@@ -181,9 +181,11 @@ def test_a_head_that_is_no_plain_product_has_all_logits():
     import transformers
     small = dict(vocab_size=40, hidden_size=16, num_attention_heads=2, intermediate_size=24, num_hidden_layers=1,
                  num_key_value_heads=1, head_dim=8)
-    for config, plain in ((transformers.LlamaConfig(**small), True),
-                          (transformers.Gemma2Config(**small, final_logit_softcapping=0.1), False)):
-        model = transformers.AutoModelForCausalLM.from_config(config).train()
+    experts = dict(num_local_experts=2, num_experts_per_tok=1)
+    for config, plain in ((transformers.LlamaConfig(**small), True), (transformers.Gemma2Config(**small), False),
+                          (transformers.GraniteConfig(**small, logits_scaling=1.001), False),
+                          (transformers.MixtralConfig(**small, **experts, output_router_logits=True), False)):
+        model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).train()
         batch = export_model.sample_of(model, "causal-lm", "4x10")
         assert export_model.has_plain_head(model, batch) == plain and model.training
         assert export_model.passes_of(model, None, "causal-lm", [batch]) == {"loss": None}  # all logits are small

@@ -56,7 +56,7 @@ module(parallel PUBLIC process_group replicas
 module(verification PUBLIC verify_accumulation
                   USES types window data)
 module(compilation PUBLIC compiled_step exported_model graphed_step objective_step
-                  USES platform types kernels memory window scaling checkpoint data io)
+                  USES platform types kernels memory window scaling checkpoint data io watching)
 module(metrics PUBLIC metrics
                   USES state window watching)
 module(saving PUBLIC background_saver training_state

@@ -4,11 +4,13 @@
 
 #include <gradaccum/autocast.hpp>
 #include <gradaccum/compiled_step.hpp>
+#include <gradaccum/flop_counter.hpp>
 #include <gradaccum/graphed_step.hpp>
 
 #include <gradaccum/detail/compilation/device_graph.hpp>
 #include <gradaccum/detail/kernels/crc32.hpp>
 #include <gradaccum/detail/memory/memory_ledger.hpp>
+#include <gradaccum/detail/types/uncounted.hpp>
 #include <gradaccum/impl/compilation/step_graphs.ipp>
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -72,7 +74,9 @@ class StepComparison {
   }
 
   std::vector<StepDifference> differences() {
-    const auto wanted = trial_.counted_result(objective_), got = other_();
+    const auto wanted =
+        std::exchange(is_counted_, true) ? trial_.result(objective_) : trial_.counted_result(objective_);
+    const auto got = other_();
     tolerance_ = wanted.tolerance;
     auto found = differences_of_steps(model_, wanted, got);
     if (found.empty() || tolerance_ < 0.1) return found;
@@ -135,6 +139,7 @@ class StepComparison {
   c10::function_ref<Loss()> objective_;
   c10::function_ref<TrialResult()> other_;
   double tolerance_ = 0;
+  bool is_counted_ = false;  // by a FlopCounter, in the first comparison
 };
 
 /// Finds the graph for a batch, checks it on the first batch of a layout, and runs it.
@@ -160,6 +165,7 @@ class LoadedStep final : public RecordedSteps<CompiledStepReport> {
     if (layout.graph && !layout.checked) check(layout, batch, objective);
     if (!layout.graph) return eager(layout.why_eager, objective);
     auto loss = compiled(*layout.graph, batch);
+    add_flops(layout.flops);
     ++report.compiled;
     if (captured_) report.replayed = captured_->report.replayed;
     return loss;
@@ -170,7 +176,8 @@ class LoadedStep final : public RecordedSteps<CompiledStepReport> {
   struct Layout {
     const StepGraph* graph = nullptr;
     bool checked = false;
-    std::string why_eager = {};  // if there is no graph
+    std::string why_eager = {};   // if there is no graph
+    FlopsByOperation flops = {};  // of the objective
   };
 
   /// Runs a graph's code. On a device, captures and replays it, unless it cannot be captured because it copies from the
@@ -198,6 +205,8 @@ class LoadedStep final : public RecordedSteps<CompiledStepReport> {
   /// Compares the graph of a layout with the objective. Throws if it is another program; the next batch is then
   /// compared again. In doubt, warns, and runs the layout's batches by the objective.
   void check(Layout& layout, const std::vector<at::Tensor>& batch, c10::function_ref<Loss()> objective) const {
+    const UncountedScope hidden_from_others;
+    const FlopCounter counter;
     const StepTrial trial(steps_->model());
     const StepComparison comparison(trial, steps_->model(), batch, objective,
                                     [&] { return steps_->tried(trial, *layout.graph, batch); });
@@ -207,6 +216,7 @@ class LoadedStep final : public RecordedSteps<CompiledStepReport> {
                 ": the objective or the model has changed ",
                 "since the step was saved, or depends on values that are not in tensors; save and compile it again");
     layout.checked = true;
+    layout.flops = counter.get_flop_counts();
     if (comparison.doubt.empty()) return;
     layout.graph = nullptr;
     layout.why_eager = "a doubt about the step for " + layout_text(batch) + ": " + comparison.doubt;

@@ -3,6 +3,9 @@
 #pragma once
 
 #include <gradaccum/detail/compilation/device_graph.hpp>
+#include <gradaccum/detail/types/uncounted.hpp>
+#include <gradaccum/detail/window/multiplier.hpp>
+#include <gradaccum/flop_counter.hpp>
 #include <gradaccum/graphed_step.hpp>
 
 #include <gradaccum/impl/compilation/step_graphs.ipp>
@@ -293,6 +296,7 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
       check(layout, batch, objective);
     }
     ++report.replayed;
+    add_flops(layout.flops);
     return replayed(layout.step, batch);
   }
 
@@ -302,6 +306,7 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
     std::shared_ptr<const CapturedStep> step = {};
     std::int64_t uses = 0, checks = 0;
     bool reads_values = true;  ///< false if it does not read the tensors that are on the CPU
+    FlopsByOperation flops = {};
   };
   /// Number of batches of a layout that also run by the objective. The second reveals numbers that C++ computes for
   /// each step.
@@ -376,6 +381,8 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
   /// Captures the step of a batch, and compares it with the objective. Leaves buffers, random state and gradients
   /// unchanged.
   Layout captured(const std::vector<at::Tensor>& batch, c10::function_ref<Loss()> objective) {
+    const UncountedScope hidden_from_others;
+    const FlopCounter counter;
     const StepTrial trial(model_);
     auto step = std::make_shared<CapturedStep>();
     Layout layout;
@@ -414,6 +421,7 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
     step->loss.output = without_owner(loss.output);
     if (step->target < 0) step->loss.target = without_owner(loss.target);
     layout.step = step;
+    layout.flops = counter.get_flop_counts();
     compare(layout, batch, wanted, trial);
     pool_bytes_ += bytes_of_graphs;
     return layout;
@@ -463,6 +471,7 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
   std::vector<at::Tensor> capture_backward(CapturedStep& step, const Loss& loss) const {
     const auto trained = model_.trained();
     std::vector<at::Tensor> gradients;
+    const BackwardSeedScope seed({.device_numerator = step.seed.reshape({}).to(at::kDouble)}, step.seed.device());
     auto computed = torch::autograd::grad({loss.mean}, trained, {step.seed}, /*retain_graph=*/false,
                                           /*create_graph=*/false, /*allow_unused=*/true);
     const at::NoGradGuard no_grad;

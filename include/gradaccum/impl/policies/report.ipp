@@ -121,9 +121,9 @@ struct ReportRun {
               (rate ? rate_text(report.samples_per_second) + ' ' : "") + "on average");
     if (!report.unit.empty()) page.tile(report.unit + "/s", report.items / report.seconds, "on average");
     if (report.flops > 0 && report.peak_flops > 0)
-      page.tile("MFU", fmt::format("{:.1f} %", 100 * report.flops / report.seconds / report.peak_flops),
+      page.tile("MFU", fmt::format("{:.1f} %", 100 * report.flops_per_second / report.peak_flops),
                 "on average, of " + flops_text(report.peak_flops));
-    if (report.flops > 0) set("FLOP/s", flops_text(report.flops / report.seconds, report.peak_flops));
+    if (report.flops > 0) set("FLOP/s", flops_text(report.flops_per_second, report.peak_flops));
     if (loss) page.tile("train loss", loss->last().value, "in the last update");
     if (const auto bytes = peak_resident_memory())
       page.tile("peak memory", fmt::format("{:.0f} MB", static_cast<double>(*bytes) / MiB), "of this process");

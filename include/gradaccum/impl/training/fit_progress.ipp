@@ -66,7 +66,7 @@ GRADACCUM_INLINE std::ostream& operator<<(std::ostream& stream, const FitReport&
     unit[0] = static_cast<char>(std::toupper(static_cast<unsigned char>(unit[0])));
     stream << fmt::format("{}/second: {:.2f}\n", unit, report.items / report.seconds);
   }
-  if (report.flops > 0) stream << "FLOP/s: " << flops_text(report.flops / report.seconds, report.peak_flops) << '\n';
+  if (report.flops > 0) stream << "FLOP/s: " << flops_text(report.flops_per_second, report.peak_flops) << '\n';
   for (auto& [device, bytes] : report.occupied_bytes)
     stream << fmt::format("{} memory occupied: {:.0f} MB.\n", device == "cpu" ? "CPU" : "GPU", in_mb(bytes));
   for (auto& [device, bytes] : report.peak_bytes)

@@ -61,6 +61,7 @@ GRADACCUM_INLINE FitReport FitState::report() const {
     report.notes.push_back(
         fmt::format("the learning rate was 0 in {} of {} updates, which moved nothing", at_rate_0, windows));
   report.samples_per_second = static_cast<double>(report.samples) / report.seconds;
+  report.flops_per_second = report.flops / (report.seconds - flops_from_);
   return report;
 }
 
@@ -83,17 +84,24 @@ GRADACCUM_INLINE void FitState::state(Archive& archive) {
   first_rejected = first_of_rejected.value_or("");
   auto of_items = items_ > 0 ? std::optional(items_) : std::nullopt;
   auto of_flops = flops_ > 0 ? std::optional(flops_) : std::nullopt;
+  auto from = flops_ > 0 ? std::optional(flops_from_) : std::nullopt;
   archive("items", of_items);
   archive("flops", of_flops);
-  items_ = of_items.value_or(0);
-  flops_ = of_flops.value_or(0);
+  archive("flops_from", from);
   archive("trained", trained);
   archive("seconds", so_far);
+  items_ = of_items.value_or(0);
+  if (archive.loading()) {
+    const bool continues = options.counts_flops() && of_flops && from;
+    flops_ = continues ? *of_flops : 0;
+    flops_from_ = continues ? *from : so_far;
+  }
   archive("validations", ValidationHistory{validations});
   if (!archive.loading()) return;
   TORCH_CHECK(
       std::min({epoch, epochs, batch, batches.value_or(0), updates, skipped, samples, nan_batches, rejected}) >= 0 &&
-          so_far >= 0 && is_finite(items_) && is_finite(flops_) && items_ >= 0 && flops_ >= 0,
+          so_far >= 0 && is_finite(items_) && is_finite(flops_) && items_ >= 0 && flops_ >= 0 && flops_from_ >= 0 &&
+          flops_from_ <= so_far,
       "Trainer: the counts of a saved fit must be finite and >= 0");
   if (archive.changes_allowed()) {
     const auto& ranks = archive.ranks();

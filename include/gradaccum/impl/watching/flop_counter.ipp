@@ -34,7 +34,7 @@ using FlopsOf = std::int64_t (*)(Inputs inputs);
 /// The counts of a FlopCounter, to which operations on several threads may add.
 struct FlopCounts final : c10::DebugInfoBase {
   std::mutex mutex;
-  std::map<std::string, std::int64_t> by_operation;
+  FlopsByOperation by_operation;
   FlopCounts* const outer = of_thread();  // outlives this one
 
   /// Returns the innermost counter's; nullptr if there is none, or in an UncountedScope.
@@ -137,18 +137,25 @@ GRADACCUM_INLINE std::unique_ptr<at::ObserverContext> count_flops(const at::Reco
 
 }  // namespace detail
 
+GRADACCUM_INLINE void detail::add_flops(const FlopsByOperation& counts) {
+  if (auto* const of_thread = FlopCounts::of_thread())
+    for (auto& [operation, flops] : counts) of_thread->add(operation, flops);
+}
+
 GRADACCUM_INLINE FlopCounter::FlopCounter()
-    : counts_(std::make_shared<detail::FlopCounts>()), guard_(detail::flops_key(), counts_) {
-  if (counts_->outer) return;
+    : is_outermost_(!c10::ThreadLocalDebugInfo::get(detail::flops_key())),
+      counts_(std::make_shared<detail::FlopCounts>()),
+      guard_(detail::flops_key(), counts_) {
+  if (!is_outermost_) return;
   callback_ = at::addThreadLocalCallback(
       at::RecordFunctionCallback(&detail::count_flops).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
 }
 
 GRADACCUM_INLINE FlopCounter::~FlopCounter() {
-  if (callback_ != 0) at::removeCallback(callback_);
+  if (is_outermost_) at::removeCallback(callback_);
 }
 
-GRADACCUM_INLINE std::map<std::string, std::int64_t> FlopCounter::get_flop_counts() const {
+GRADACCUM_INLINE detail::FlopsByOperation FlopCounter::get_flop_counts() const {
   const std::lock_guard lock(counts_->mutex);
   return counts_->by_operation;
 }

@@ -148,17 +148,25 @@ GRADACCUM_INLINE Loss Loss::plus(const at::Tensor& other, double weight) const {
   return sum;
 }
 
-/// The seed of a pass of Loss::backward, which c10 brings to autograd's threads.
+namespace detail {
+
+/// The seed of a backward pass, which c10 brings to autograd's threads.
 struct BackwardSeed : c10::DebugInfoBase {
-  BackwardSeed(detail::Multiplier of_pass, at::Device of_loss) : seed(std::move(of_pass)), device(of_loss) {}
+  BackwardSeed(Multiplier of_pass, at::Device of_loss) : seed(std::move(of_pass)), device(of_loss) {}
   /// Returns a key that LibTorch leaves to tests, because version 2.8 has no others.
   static auto key() { return c10::DebugInfoKind::TEST_INFO_2; }
 
-  detail::Multiplier seed;
+  Multiplier seed;
   at::Device device;
 };
 
+GRADACCUM_INLINE BackwardSeedScope::BackwardSeedScope(Multiplier seed, at::Device device)
+    : guard_(BackwardSeed::key(), std::make_shared<BackwardSeed>(std::move(seed), device)) {}
+
+}  // namespace detail
+
 GRADACCUM_INLINE at::Tensor backward_seed() {
+  using detail::BackwardSeed;
   const auto* const pass = dynamic_cast<BackwardSeed*>(c10::ThreadLocalDebugInfo::get(BackwardSeed::key()));
   if (!pass) return at::scalar_tensor(1, at::kDouble);
   return pass->seed.on_host() ? at::scalar_tensor(pass->seed.host(), at::kDouble) : pass->seed.on(pass->device);
@@ -173,7 +181,7 @@ GRADACCUM_INLINE void Loss::backward(const BackwardOptions& options) const {
   if (by.on_host() && !by.is_one()) start = at::full_like(mean, by.host());
   if (!by.on_host()) start = by.on(mean.device()).to(mean.scalar_type()).expand_as(mean);
   const auto inputs = options.inputs.empty() ? std::nullopt : std::optional<at::TensorList>(options.inputs);
-  const c10::DebugInfoGuard seed_of_pass(BackwardSeed::key(), std::make_shared<BackwardSeed>(by, mean.device()));
+  const detail::BackwardSeedScope seed_of_pass(by, mean.device());
   const auto run = [&] { mean.backward(start, options.retain_graph, options.create_graph, inputs); };
   const auto why = [] {
     return "Loss: a batch, a recurrent state or another loss shares a part of this graph, which backward has freed: "
