@@ -48,7 +48,7 @@ class FlopCounter {
 
   std::int64_t get_total_flops() const;
   /// Returns the count of each operation, such as `aten::mm`, that has one.
-  detail::FlopsByOperation get_flop_counts() const;
+  std::map<std::string, std::int64_t> get_flop_counts() const;
 
  private:
   bool is_outermost_;

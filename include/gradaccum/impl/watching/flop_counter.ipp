@@ -155,7 +155,7 @@ GRADACCUM_INLINE FlopCounter::~FlopCounter() {
   if (is_outermost_) at::removeCallback(callback_);
 }
 
-GRADACCUM_INLINE detail::FlopsByOperation FlopCounter::get_flop_counts() const {
+GRADACCUM_INLINE std::map<std::string, std::int64_t> FlopCounter::get_flop_counts() const {
   const std::lock_guard lock(counts_->mutex);
   return counts_->by_operation;
 }
