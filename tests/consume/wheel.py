@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """wheel.py SOURCE FOLDER BACKEND LIBTORCH: makes the wheel of SOURCE in FOLDER with the packages in BACKEND, and compares its
 content with the source. Installs it in an empty environment, FOLDER/venv, and by `pip install --target` in FOLDER/target,
-both beside the torch that has LIBTORCH."""
+both with the torch that has LIBTORCH."""
 
 import os
 import pathlib
@@ -42,7 +42,7 @@ def files_of(root, pattern="**/*"):
 
 
 def check_content(wheel):
-    """Compares the files of a wheel with the source's, byte for byte but for those that CMake writes."""
+    """Compares the files of a wheel with the source's, byte for byte, except for files that CMake writes."""
     version = ".".join(re.findall(r"VERSION_\w+ (\d+)", (source / "include/gradaccum/version.hpp").read_text()))
     assert wheel.name == f"gradaccum-{version}-py3-none-any.whl" and wheel.stat().st_size < 2e6, (wheel, wheel.stat().st_size)
     with zipfile.ZipFile(wheel) as archive:

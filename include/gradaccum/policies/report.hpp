@@ -21,9 +21,9 @@ struct ReportRun;
 ///     trainer.fit(batches);
 ///
 /// The curves are `train/loss`, `train/lr`, `train/grad_norm` (if a policy measures it), `train/samples_per_second`
-/// (without the time of validations), memory by kind, and all metrics of a `Validate`, such as `validation/loss`. The
-/// page also has the progress, the remaining time, the FitReport so far, and settings: yours and the trainer's. For a
-/// loop of your own use `RunPage`.
+/// (without the time of validations), `train/tokens_per_second` by `FitOptions::unit`, `train/mfu` in percent with a
+/// peak, memory by kind, and all metrics of a `Validate`, such as `validation/loss`. The page also has the progress, the
+/// remaining time, the FitReport so far, and settings: yours and the trainer's. For a loop of your own use `RunPage`.
 ///
 /// Resuming. A resumed training continues its curves without gaps or duplicates.
 ///

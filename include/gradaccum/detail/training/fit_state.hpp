@@ -48,8 +48,11 @@ struct FitState : FitProgress {
   void stop_at_limits();
   void interrupt(int by) { (together ? wants_signal : signal_) = by; }
   void interrupt_now(int by) { signal_ = by; }
-  /// Adds to the totals: of a micro-batch, or of other ranks' part of a window.
-  void add(double items, double flops) { items_ += items, flops_ += flops; }
+  void add_items(double items) { items_ += items; }
+  /// Adds this rank's FLOP of a micro-batch, which other ranks do not know yet.
+  void add_own_flops(double flops) { flops_ += flops, unsent_flops += flops; }
+  /// Adds other ranks' FLOP, and subtracts what this rank has sent.
+  void take_flops(double own, double all) { flops_ += all - own, unsent_flops -= own; }
   void request_save() { (together ? wants_save : saves) = true; }
   void count_window(bool moved, bool overflowed) {
     updates += moved;

@@ -5,7 +5,6 @@
 #include <gradaccum/detail/kernels/device_kernels.hpp>
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <vector>
 
@@ -29,16 +28,6 @@ struct Multiplier {
   Multiplier moved_to(at::Device device) const;
   /// Returns pointers for kernels of the device that holds all tensors. They are valid as long as this object.
   DeviceMultiplier pointers() const;
-};
-
-/// Sets the seed that `backward_seed()` returns in a scope, also on autograd's threads.
-class BackwardSeedScope {
- public:
-  BackwardSeedScope(Multiplier seed, at::Device device);
-  BackwardSeedScope& operator=(BackwardSeedScope&&) = delete;
-
- private:
-  c10::DebugInfoGuard guard_;
 };
 
 // Passes over lists of gradients of any device, dtype and layout, none of which synchronizes with a device.

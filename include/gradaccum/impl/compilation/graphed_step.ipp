@@ -4,7 +4,7 @@
 
 #include <gradaccum/detail/compilation/device_graph.hpp>
 #include <gradaccum/detail/types/uncounted.hpp>
-#include <gradaccum/detail/window/multiplier.hpp>
+#include <gradaccum/detail/window/backward_seed.hpp>
 #include <gradaccum/flop_counter.hpp>
 #include <gradaccum/graphed_step.hpp>
 

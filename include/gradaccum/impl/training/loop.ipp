@@ -166,13 +166,16 @@ GRADACCUM_INLINE bool Loop::train_parts(const AnyBatch& batch) {
   return moved;
 }
 
+/// Ranks exchange the gradients of a divided batch only when the window closes, because its parts may be undone until
+/// then.
 GRADACCUM_INLINE void Loop::micro_batch(const AnyBatch& batch, bool begins, bool may_close) {
   if (!is_window_begun()) window_.clear_others();
   record_.begin_micro_batch(batch.samples(), begins, fit_);
   const auto pass = [&] { return forward_and_backward(batch, may_close); };
-  const auto flops = fit_.options.counts_flops() ? flops_.of(batch, pass) : (pass(), 0);
-  fit_.add(/*items=*/0, flops);
-  fit_.unsent_flops += flops;
+  if (fit_.options.counts_flops())
+    fit_.add_own_flops(flops_.of(batch, pass));
+  else
+    pass();
   if (record_.closing() && !divider_ && window_.peers()) {  // ranks exchange gradients until it is complete
     prepare_to_close();
     window_.complete_early();
@@ -182,14 +185,13 @@ GRADACCUM_INLINE void Loop::micro_batch(const AnyBatch& batch, bool begins, bool
   record_.end_micro_batch();
 }
 
-/// Ranks exchange the gradients of a divided batch only when the window closes, because its parts may be undone until
-/// then. Returns false if the loss is of no items, and so has no gradients.
+/// Returns false if the loss is of no items, and so has no gradients.
 GRADACCUM_INLINE bool Loop::forward_and_backward(const AnyBatch& batch, bool may_close) {
   auto scopes = policies_.scopes(&AnyPolicy::forward_scope);
   Loss loss = batch.loss();
   scopes.reset();
   if (!record_.add_loss(loss, fit_, counts_.updates)) loss.items = 0;
-  fit_.add(loss.items, /*flops=*/0);
+  fit_.add_items(loss.items);
   policies_.all(&AnyPolicy::before_backward, loss);
   record_.set_closing(may_close && policies_.ready());
   const bool has_items = loss.items > 0;
@@ -197,7 +199,7 @@ GRADACCUM_INLINE bool Loop::forward_and_backward(const AnyBatch& batch, bool may
   explaining(
       "graph a second time",
       [&] { return plain_text("Trainer: in batch ", fit_.batch - 1, " of epoch ", fit_.epoch, " (both from 0)"); },
-      [&] { window_.add(std::move(loss), /*closes_whole=*/record_.closing() && !divider_); });
+      [&] { window_.add(std::move(loss), /*fills=*/record_.closing() && !divider_); });
   return has_items;
 }
 

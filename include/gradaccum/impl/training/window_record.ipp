@@ -99,8 +99,7 @@ GRADACCUM_INLINE void WindowRecord::take_totals(const WindowTotals& own, const W
   if (all.stop > 0) fit.stopped = true;
   if (all.signal > 0) fit.interrupt_now(fit.wants_signal != 0 ? fit.wants_signal : SIGTERM);
   if (all.save > 0) fit.saves = true;
-  fit.unsent_flops -= own.flops;
-  fit.add(/*items=*/0, all.flops - own.flops);
+  fit.take_flops(own.flops, all.flops);
   if (all.active == 0) {  // an epoch is over on all ranks, and no window closes
     fit.trained = fit.trained || all.weight > 0;
     return;
@@ -109,7 +108,7 @@ GRADACCUM_INLINE void WindowRecord::take_totals(const WindowTotals& own, const W
   step_.samples = static_cast<std::int64_t>(all.samples);
   step_.micro_batches = static_cast<std::int64_t>(all.micro_batches);
   fit.samples += static_cast<std::int64_t>(all.samples - own.samples);
-  fit.add(all.weight - own.weight, /*flops=*/0);
+  fit.add_items(all.weight - own.weight);
   mean_ = {};
   if (all.weight > 0) mean_.add(all.loss / all.weight, all.weight);
 }

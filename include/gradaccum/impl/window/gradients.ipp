@@ -4,6 +4,7 @@
 
 #include <gradaccum/gradients.hpp>
 
+#include <gradaccum/detail/window/backward_seed.hpp>
 #include <gradaccum/detail/window/fused_gradients.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 
@@ -12,11 +13,9 @@
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/stack.h>
 #include <c10/util/Exception.h>
-#include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <algorithm>
 #include <functional>
-#include <memory>
 #include <numeric>
 
 #include <gradaccum/impl/begin.ipp>
@@ -147,23 +146,6 @@ GRADACCUM_INLINE Loss Loss::plus(const at::Tensor& other, double weight) const {
   sum.mean = mean + other * (weight / items);
   return sum;
 }
-
-namespace detail {
-
-/// The seed of a backward pass, which c10 brings to autograd's threads.
-struct BackwardSeed : c10::DebugInfoBase {
-  BackwardSeed(Multiplier of_pass, at::Device of_loss) : seed(std::move(of_pass)), device(of_loss) {}
-  /// Returns a key that LibTorch leaves to tests, because version 2.8 has no others.
-  static auto key() { return c10::DebugInfoKind::TEST_INFO_2; }
-
-  Multiplier seed;
-  at::Device device;
-};
-
-GRADACCUM_INLINE BackwardSeedScope::BackwardSeedScope(Multiplier seed, at::Device device)
-    : guard_(BackwardSeed::key(), std::make_shared<BackwardSeed>(std::move(seed), device)) {}
-
-}  // namespace detail
 
 GRADACCUM_INLINE at::Tensor backward_seed() {
   using detail::BackwardSeed;
