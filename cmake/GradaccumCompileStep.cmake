@@ -54,8 +54,8 @@ function(gradaccum_step_registration manifest name result)
   math(EXPR last "${graphs} - 1")
   foreach(number RANGE ${last})
     gradaccum_value_of_step("${manifest}" graph-${number}.code code)
-    string(APPEND declarations "extern \"C\" void* const gradaccum_step_${code}[];\n")
-    string(APPEND codes "{\"${code}\", gradaccum_step_${code}}, ")
+    string(APPEND declarations "extern \"C\" void* const gradaccum_code_${code}[];\n")
+    string(APPEND codes "{\"${code}\", gradaccum_code_${code}}, ")
   endforeach()
   set(${result} "#include <gradaccum/detail/compilation/step_description.hpp>\n\n${declarations}
 [[maybe_unused]] static const bool added =

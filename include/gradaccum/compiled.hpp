@@ -28,6 +28,7 @@
 #include <gradaccum/impl/kernels/crc32.ipp>
 #include <gradaccum/impl/kernels/kernels.ipp>
 #include <gradaccum/impl/memory/memory.ipp>
+#include <gradaccum/impl/memory/page_allocator.ipp>
 #include <gradaccum/impl/metrics/metrics.ipp>
 #include <gradaccum/impl/optimizers/adafactor.ipp>
 #include <gradaccum/impl/optimizers/adam8bit.ipp>

@@ -6,9 +6,12 @@
 #include <gradaccum/compiled_step.hpp>
 #include <gradaccum/detail/checkpoint/forward_state.hpp>
 #include <gradaccum/detail/compilation/step_description.hpp>
+#include <gradaccum/detail/compilation/step_memory.hpp>
 #include <gradaccum/detail/io/formats.hpp>
 #include <gradaccum/detail/kernels/crc32.hpp>
+#include <gradaccum/detail/memory/memory_ledger.hpp>
 #include <gradaccum/grad_accumulator.hpp>
+#include <gradaccum/memory_meter.hpp>
 #include <gradaccum/metrics.hpp>
 #include <gradaccum/optim/adamw.hpp>
 #include <gradaccum/policies/accumulate.hpp>
@@ -18,7 +21,10 @@
 #include <algorithm>
 #include <filesystem>
 #include <limits>
+#include <memory>
 #include <sstream>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "compiled_step/networks.hpp"
@@ -81,6 +87,27 @@ testing::Outcome after_six_batches(Transformer& net, auto&& loss_of, int steps, 
   all.random = torch::cat(random);
   return all;
 }
+
+/// The blocks of 128 KiB and more that LibTorch allocates in a scope.
+class LargeBlocks {
+ public:
+  const std::vector<std::uintptr_t>& addresses() const { return seen_->addresses; }
+  std::int64_t largest() const { return seen_->largest; }
+
+ private:
+  struct Seen final : c10::MemoryReportingInfoBase {
+    void reportMemoryUsage(void* block, std::int64_t bytes, std::size_t, std::size_t, c10::Device) override {
+      if (bytes >= 1 << 17) addresses.push_back(reinterpret_cast<std::uintptr_t>(block));
+      largest = std::max(largest, bytes);
+    }
+    bool memoryProfilingEnabled() const override { return true; }
+    std::vector<std::uintptr_t> addresses;
+    std::int64_t largest = 0;
+  };
+
+  std::shared_ptr<Seen> seen_ = std::make_shared<Seen>();
+  c10::DebugInfoGuard guard_{c10::DebugInfoKind::PROFILER_STATE, seen_};
+};
 
 /// A folder with the perceptron's step, whose manifest can be changed.
 class Folder {
@@ -145,6 +172,67 @@ TEST_CASE("A compiled step matches the objective up to rounding, in windows of a
   const auto wanted = trained(false, 0.01);
   CHECK(worst(trained(true, 0.01), wanted) < 1e-5);
   CHECK(worst(trained(true, 0.011), wanted) > 1e-4);
+}
+
+TEST_CASE("Tensors of compiled code are in memory that the step keeps", "[compiled_step]") {
+  auto net = perceptron();
+  ga::CompiledStep step(net, counted_loss, in_perceptron);
+  const auto run = [&](std::int64_t rows) {
+    const auto batch = rows_of_six(rows);
+    step(batch).mean.backward();  // its first run compares it with the objective
+    const LargeBlocks blocks;
+    step(batch).mean.backward();
+    return blocks.addresses();
+  };
+  const auto of_few = run(8), of_many = run(1 << 16), again = run(1 << 16), of_fewer = run(1 << 15);
+  CHECK(of_few.empty());
+  REQUIRE(of_many.size() > 2);
+  CHECK(again == of_many);
+  for (const auto& blocks : {of_many, of_fewer})
+    for (const auto block : blocks) CHECK(block % (1 << 16) == 0);  // glibc's begin with its own data
+  CHECK(*std::max_element(of_fewer.begin(), of_fewer.end()) <= *std::max_element(of_many.begin(), of_many.end()));
+}
+
+TEST_CASE("StepMemory: tensors outlive it, are counted and can grow; what is kept is freed with it",
+          "[compiled_step]") {
+  using Sizes = std::vector<std::int64_t>;
+  const Sizes sizes{1 << 10, 1 << 13}, strides{1, 1 << 10};
+  const auto empty = [](const Sizes& shape, const Sizes& steps, at::ScalarType dtype) {
+    const std::unique_ptr<at::Tensor> made(static_cast<at::Tensor*>(ga::detail::StepMemory::empty_strided(
+        static_cast<std::int64_t>(shape.size()), shape.data(), steps.data(), static_cast<std::int32_t>(dtype))));
+    return made ? *made : at::Tensor();
+  };
+  CHECK_FALSE(empty(sizes, strides, at::kFloat).defined());  // no code runs on this thread
+  auto memory = std::make_unique<ga::detail::StepMemory>();
+  at::Tensor tensor, other;
+  const void* address = nullptr;
+  const ga::MemoryMeter meter;
+  {
+    const ga::detail::StepMemory::Scope in_memory(*memory);
+    CHECK_FALSE(empty({100}, {1}, at::kFloat).defined());
+    tensor = empty(sizes, strides, at::kFloat);
+    CHECK((tensor.sizes() == at::IntArrayRef(sizes) && tensor.strides() == at::IntArrayRef(strides)));
+    CHECK(tensor.options().dtype() == torch::kFloat);
+    CHECK(meter.live_bytes() == 32 << 20);
+    address = std::exchange(tensor, {}).const_data_ptr();
+    CHECK(meter.live_bytes() == 0);
+    tensor = empty(sizes, strides, at::kFloat);
+    CHECK(tensor.const_data_ptr() == address);
+    other = empty(sizes, strides, at::kDouble);
+    CHECK_FALSE(empty({1LL << 40, 1LL << 40}, strides, at::kFloat).defined());  // there is not so much memory
+    REQUIRE_ERROR("overflow", empty({1LL << 40, 1LL << 40}, {1, 1LL << 40}, at::kFloat));
+    std::thread([&] { CHECK_FALSE(empty(sizes, strides, at::kFloat).defined()); }).join();
+  }
+  CHECK_FALSE(empty(sizes, strides, at::kFloat).defined());
+  tensor.fill_(2);
+  other.fill_(1);
+  other.reset();  // 64 MiB are kept
+  const auto before = *ga::detail::occupied_memory(at::kCPU);
+  memory.reset();
+  CHECK(*ga::detail::occupied_memory(at::kCPU) <= before - (60 << 20));
+  CHECK(tensor.sum().item<double>() == 2.0 * (8 << 20));
+  tensor.resize_({9 << 20});
+  CHECK(tensor.narrow(0, 0, 8 << 20).sum().item<double>() == 2.0 * (8 << 20));
 }
 
 TEST_CASE("Metrics receive the output, and gradients accumulate", "[compiled_step]") {
@@ -604,7 +692,7 @@ TEST_CASE("A model that differs from the saved one is refused", "[compiled_step]
   auto net = perceptron();
   CHECK(error_of([&] { ga::CompiledStep(net, counted_loss, ga::InProgram{"no"}); }) ==
         "CompiledStep: InProgram{\"no\"} must be a step that gradaccum_compile_step built into this program, which has "
-        "bfloat16 convolutional encoded float16 perceptron recurrent transformer");
+        "bfloat16 convolutional encoded float16 perceptron recurrent transformer words");
 }
 
 TEST_CASE("A step of a folder runs, and is loaded only if its files are unchanged", "[compiled_step]") {
@@ -674,6 +762,35 @@ TEST_CASE("A step of a folder runs, and is loaded only if its files are unchange
   other(batch).backward();
   CHECK(one.report().compiled == 1);  // copies are the same step
   CHECK(other.report().compiled == 1);
+}
+
+TEST_CASE("linear_cross_entropy in a compiled step: its loss and gradients, without all logits", "[compiled_step]") {
+  auto net = words();
+  ga::CompiledStep step(net, loss_by_parts, ga::InProgram{"words"});
+  for (const std::int64_t rows : {4, 7, 500}) {
+    const auto batch = sentences(rows);
+    auto wanted = loss_by_parts(net, batch), got = step(batch);
+    CHECK(off(got.mean.detach(), wanted.mean.detach()) < 1e-6);
+    CHECK(off(got.output, wanted.output) < 1e-6);
+    CHECK(got.output.count_nonzero().item<std::int64_t>() == batch.first.ne(3).sum().item<std::int64_t>());
+    wanted.backward();
+    const auto of_objective = gradients(*net);
+    got.backward();
+    CHECK(worst(gradients(*net), of_objective) < 1e-5);
+    const auto all = [&](at::Tensor hidden) { return torch::linear(hidden, net->embedding->weight, net->bias); };
+    torch::cross_entropy_loss(all(net->forward(batch.first)).flatten(0, 1), batch.first.flatten()).backward();
+    CHECK(worst(gradients(*net), of_objective) > 1e-3);
+  }
+  if (step.report().eager > 0) return;  // LibTorch 2.11 compiles only for one number of rows
+  const auto batch = sentences(4096);
+  const std::int64_t all_logits = 4096 * 8 * 11 * 4;
+  const auto largest = [&](auto run) {
+    const LargeBlocks blocks;
+    run();
+    return blocks.largest();
+  };
+  CHECK(largest([&] { step(batch).backward(); }) < all_logits);
+  CHECK(largest([&] { torch::linear(net->forward(batch.first), net->embedding->weight); }) >= all_logits);
 }
 
 TEST_CASE("A step runs for any number of rows, each checked once", "[compiled_step]") {

@@ -31,7 +31,8 @@ from gradaccum import compile_step  # noqa: E402
 
 class Functions(ctypes.Structure):
     """The interface of compiled code."""
-    _fields_ = [("create", ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_char_p)),
+    _fields_ = [("create", ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_char_p,
+                                          ctypes.c_void_p)),
                 ("destroy", ctypes.CFUNCTYPE(None, ctypes.c_void_p)),
                 ("run", ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)),
                 ("inputs", ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_void_p)),
@@ -51,13 +52,13 @@ def compiled(step):
     for name in ("c10", "torch_cpu", "c10_cuda", "torch_cuda"):  # the code uses their functions
         ctypes.CDLL(str(torch_libraries / f"lib{name}.so"), ctypes.RTLD_GLOBAL)
     code = ctypes.CDLL(str(next(step.glob("graph-0.*.so"))), os.RTLD_NOW)  # an error if a symbol is missing
-    return manifest, Functions.in_dll(code, f"gradaccum_step_{manifest['graph-0.code']}")
+    return manifest, Functions.in_dll(code, f"gradaccum_code_{manifest['graph-0.code']}")
 
 
 def launches_of(functions, inputs):
     """Runs the code. Returns the number of launched kernels, and the code's return value."""
     container = ctypes.c_void_p()
-    assert functions.create(container, b"cuda:0") is None
+    assert functions.create(container, b"cuda:0", None) is None
     assert functions.inputs(container) == len(inputs)
     given = [pointer_of(capsule, None) for capsule in torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(inputs)]
     outputs = (ctypes.c_void_p * functions.outputs(container))()
@@ -89,7 +90,7 @@ def main():
     assert launches > len(gradients) / 2, launches
 
     os.environ["NULL_DEVICE_MINOR"] = "3"
-    refused = functions.create(ctypes.c_void_p(), b"cuda:0").decode()
+    refused = functions.create(ctypes.c_void_p(), b"cuda:0", None).decode()
     assert refused == ("it is compiled for GPUs of compute capability 9.0, and cuda:0 has 9.3: compile it for that one"), refused
     print(f"{launches} launches")
 

@@ -28,6 +28,8 @@ int main(int argc, char** argv) {
   std::cout << ga::save_step(lstm, plain_loss<Recurrent>, sentences(4), folder / "recurrent");
   auto encoder = encoded();
   std::cout << ga::save_step(encoder, plain_loss<Encoded>, sentences(4), folder / "encoded");
+  auto next_word = words();
+  std::cout << ga::save_step(next_word, loss_by_parts, sentences(4), folder / "words");
   {
     const ga::Autocast autocast(torch::kCPU, torch::kHalf);
     std::cout << ga::save_step(mlp, plain_loss<Perceptron>, rows_of_six(8), folder / "float16", {.any_rows = false});

@@ -49,7 +49,7 @@ add_executable(save_steps compiled_step/save_steps.cpp)
 target_link_libraries(save_steps PRIVATE gradaccum.tests.main)
 target_precompile_headers(save_steps REUSE_FROM gradaccum.tests.main)
 
-set(names perceptron convolutional transformer recurrent encoded float16 bfloat16)
+set(names perceptron convolutional transformer recurrent encoded words float16 bfloat16)
 set(folder "${CMAKE_CURRENT_BINARY_DIR}/steps")
 set(generated ${names})
 list(TRANSFORM generated PREPEND "${folder}/")
@@ -65,7 +65,7 @@ add_custom_command(OUTPUT ${generated} ${registrations}
     -D "MODULE=${PROJECT_SOURCE_DIR}/cmake/GradaccumCompileStep.cmake"
     -P "${CMAKE_CURRENT_SOURCE_DIR}/compiled_step/register.cmake"
   DEPENDS save_steps "${PROJECT_BINARY_DIR}/gradaccum.tests.packages.stamp" compiled_step/generate.py compiled_step/register.cmake "${PROJECT_SOURCE_DIR}/python/gradaccum/compile_step.py"
-    "${PROJECT_SOURCE_DIR}/cmake/GradaccumCompileStep.cmake"
+    "${PROJECT_SOURCE_DIR}/python/gradaccum/linear_cross_entropy.py" "${PROJECT_SOURCE_DIR}/cmake/GradaccumCompileStep.cmake"
   COMMENT "Generating the C++ of compiled steps"
   VERBATIM)
 add_custom_target(gradaccum.tests.steps DEPENDS ${generated} ${registrations})

@@ -2,11 +2,13 @@
 #include "support/catch.hpp"
 
 #include <gradaccum/detail/memory/memory_ledger.hpp>
+#include <gradaccum/detail/memory/page_allocator.hpp>
 #include <gradaccum/memory_meter.hpp>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <random>
 #include <thread>
 #include <utility>
@@ -117,6 +119,24 @@ TEST_CASE("PageAllocator: a freed block is reused with its pages; pages beyond t
   CHECK(std::all_of(bytes, bytes + large, [](char byte) { return byte == 0; }));  // the kernel cleared it
   CHECK_FALSE(pages.allocate(std::size_t{1} << 60));
   CHECK_FALSE(pages.allocate(~std::size_t{0}));
+}
+
+TEST_CASE("PageAllocator: its memory is returned on request, and unmapped with it") {
+  constexpr std::size_t large = 64 << 20, little = 8 << 20;
+  const auto occupied = [] { return *ga::detail::occupied_memory(at::kCPU); };
+  const auto before = occupied();
+  auto pages = std::make_unique<PageAllocator>();
+  for (int i = 0; i < 2; ++i) {
+    void* const block = pages->allocate(large);
+    std::memset(block, 1, large);
+    pages->free(block);
+    CHECK(occupied() - before > static_cast<std::int64_t>(large - little));
+    if (i == 0) pages->discard_kept();
+    CHECK(pages->resident_bytes() == (i == 0 ? 0 : large));
+    CHECK((occupied() - before < static_cast<std::int64_t>(little)) == (i == 0));
+  }
+  pages.reset();
+  CHECK(occupied() - before < static_cast<std::int64_t>(little));
 }
 
 TEST_CASE("keep_freed_memory: large tensors are kept, counted, and freed by any thread") {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <gradaccum/detail/memory/memory_ledger.hpp>
+#include <gradaccum/detail/memory/page_allocator.hpp>
 #include <gradaccum/detail/platform/platform.hpp>
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/memory_meter.hpp>
@@ -137,53 +138,6 @@ GRADACCUM_INLINE void for_each_storage(const at::Tensor& tensor, c10::function_r
   } else if (tensor.has_storage()) {
     use(tensor.storage());
   }
-}
-
-inline constexpr std::size_t unit_of_pages = std::size_t{1} << 16;  // a multiple of the page size of any system
-
-GRADACCUM_INLINE std::size_t rounded_up(std::size_t bytes) {
-  return (bytes + unit_of_pages - 1) / unit_of_pages * unit_of_pages;
-}
-
-/// Returns warm pages to the kernel before this number of cold bytes is used.
-GRADACCUM_INLINE void PageAllocator::make_room(std::size_t bytes) {
-  constexpr std::size_t always = std::size_t{16} << 20;
-  const auto most_used = std::max(used_ + bytes, most_used_);
-  const auto most_resident = most_used + most_used / 10 + always;
-  while (warm_.bytes() > 0 && used_ + warm_.bytes() + bytes > most_resident) {
-    const auto range = warm_.take_from_largest(rounded_up(used_ + warm_.bytes() + bytes - most_resident));
-    discard_pages({reinterpret_cast<std::byte*>(range.address), range.bytes});
-    cold_.add(range);
-  }
-}
-
-GRADACCUM_INLINE bool PageAllocator::map_more(std::size_t bytes) {
-  constexpr std::size_t at_once = std::size_t{256} << 20;
-  for (const auto size : {std::max(bytes, at_once), bytes}) {
-    void* const address = map_memory(size);
-    if (!address) continue;
-    cold_.add({reinterpret_cast<std::uintptr_t>(address), size});
-    return true;
-  }
-  return false;
-}
-
-GRADACCUM_INLINE void* PageAllocator::allocate(std::size_t bytes) {
-  if (bytes > std::numeric_limits<std::size_t>::max() / 2) return nullptr;  // rounding up could overflow
-  bytes = rounded_up(bytes);
-  const std::lock_guard lock(mutex_);
-  auto range = warm_.take(bytes);
-  if (!range) {
-    make_room(bytes);
-    range = cold_.take(bytes);
-    if (!range && map_more(bytes)) range = cold_.take(bytes);
-  }
-  if (!range) return nullptr;
-  void* const block = reinterpret_cast<void*>(range->address);
-  blocks_.emplace(block, bytes);
-  used_ += bytes;
-  most_used_ = std::max(most_used_, used_);
-  return block;
 }
 
 GRADACCUM_INLINE std::string text_of_system_file(const std::filesystem::path& path) {

@@ -7,11 +7,11 @@
 #include <gradaccum/detail/window/grad_ready_hooks.hpp>
 
 #include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/amax.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/where.h>
@@ -19,12 +19,14 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/jit/frontend/tracer.h>
+#include <torch/library.h>
 
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <mutex>
 #include <optional>
+#include <tuple>
 #include <utility>
 
 #include <gradaccum/impl/begin.ipp>
@@ -112,20 +114,6 @@ GRADACCUM_INLINE at::Tensor shares_of(const at::Tensor& counted, const LinearCro
   const auto weights = of.weights.defined() ? at::where(counted, of.weights.to(dtype), 0) : counted.to(dtype);
   const auto sum = weights.sum();
   return weights / at::where(sum.ne(0), sum, 1);
-}
-
-/// Computes the same by differentiable operations on all logits: save_step records operations, and no functions of
-/// ours.
-GRADACCUM_INLINE std::vector<at::Tensor> by_all_logits(const at::Tensor& hidden, const at::Tensor& weight,
-                                                       const std::optional<at::Tensor>& bias, const at::Tensor& target,
-                                                       const LinearCrossEntropy& of) {
-  const auto logits = at::linear(hidden, weight, bias).to(dtype_of_sums(weight));
-  const auto counted = target.ne(of.ignore_index), logsumexp = logits.logsumexp(1);
-  const auto right = logits.gather(1, at::where(counted, target, 0).unsqueeze(1)).squeeze(1);
-  auto losses = logsumexp - (1 - of.label_smoothing) * right;
-  if (of.label_smoothing > 0) losses = losses - of.label_smoothing * logits.mean(1);
-  losses = at::where(counted, losses + of.z_loss * logsumexp.square(), 0);
-  return {(losses * shares_of(counted, of, losses.scalar_type())).sum(), losses.detach()};
 }
 
 /// Losses and gradients of all tokens, computed part by part in one pass, or in two.
@@ -325,27 +313,60 @@ GRADACCUM_INLINE std::int64_t tokens_at_once(std::int64_t tokens, std::int64_t c
   return std::max<std::int64_t>((tokens + parts - 1) / parts, 1);
 }
 
+/// Computes the mean and the losses of the tokens, in parts for the budget. `dtype`: of the products.
+GRADACCUM_INLINE std::tuple<at::Tensor, at::Tensor> mean_and_losses(
+    const at::Tensor& hidden, const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& target,
+    const std::optional<at::Tensor>& weights, std::int64_t ignore_index, double label_smoothing, double z_loss,
+    std::int64_t memory_budget, at::ScalarType dtype) {
+  auto of = c10::make_intrusive<LinearCrossEntropy>();
+  of->ignore_index = ignore_index;
+  of->label_smoothing = label_smoothing;
+  of->z_loss = z_loss;
+  of->product_dtype = dtype;
+  of->tokens_at_once = tokens_at_once(target.numel(), weight.size(0), dtype, memory_budget);
+  if (weights) of->weights = weights->reshape({-1});
+  of->gradients_in_forward = are_made_in_forward(hidden, weight, dtype);
+  const auto results =
+      LinearCrossEntropyFunction::apply(hidden.reshape({-1, hidden.size(-1)}), weight, bias, target.reshape({-1}), of);
+  return {results[0], results[1].view_as(target)};
+}
+
+/// Returns `mean_and_losses` as an operation of LibTorch, which save_step records whole. gradaccum-compile-step has the
+/// same operation.
+GRADACCUM_INLINE auto mean_and_losses_as_operation() {
+  static std::mutex one_at_a_time;
+  const std::lock_guard lock(one_at_a_time);
+  const c10::OperatorName name("gradaccum::linear_cross_entropy", "");
+  if (!c10::Dispatcher::singleton().findSchema(name)) {  // another library of the process may have registered it
+    static torch::Library library(torch::Library::FRAGMENT, "gradaccum", std::nullopt, __FILE__, __LINE__);
+    library.def(
+        "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? weights, "
+        "int ignore_index, float label_smoothing, float z_loss, int memory_budget, ScalarType dtype) "
+        "-> (Tensor, Tensor)",
+        &mean_and_losses);
+  }
+  return c10::Dispatcher::singleton()
+      .findSchemaOrThrow("gradaccum::linear_cross_entropy", "")
+      .typed<decltype(mean_and_losses)>();
+}
+
 }  // namespace detail
 
 GRADACCUM_INLINE Loss linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
                                            const LinearCrossEntropyOptions& options) {
   detail::check_arguments(hidden, weight, target, options);
-  auto of = c10::make_intrusive<detail::LinearCrossEntropy>();
-  of->ignore_index = options.ignore_index;
-  of->label_smoothing = options.label_smoothing;
-  of->z_loss = options.z_loss;
-  of->product_dtype = detail::dtype_of_products(weight);
-  of->tokens_at_once = detail::tokens_at_once(target.numel(), weight.size(0), of->product_dtype, options.memory_budget);
-  if (options.weights.defined()) of->weights = options.weights.reshape({-1});
-  const auto flat = target.reshape({-1});
-  const auto items = options.items ? *options.items : detail::count_items(flat.ne(options.ignore_index), of->weights);
-  of->gradients_in_forward = items > 0 && detail::are_made_in_forward(hidden, weight, of->product_dtype);
-  const auto rows = hidden.reshape({-1, hidden.size(-1)});
-  const auto bias = options.bias.defined() ? std::optional(options.bias) : std::nullopt;
-  const auto results = torch::jit::tracer::isTracing()
-                           ? detail::by_all_logits(rows, weight, bias, flat, *of)
-                           : detail::LinearCrossEntropyFunction::apply(rows, weight, bias, flat, of);
-  return Loss{results[0], items}.with(results[1].view_as(target), target);
+  const auto items =
+      options.items ? *options.items : detail::count_items(target.ne(options.ignore_index), options.weights);
+  const auto if_defined = [](const at::Tensor& of) { return of.defined() ? std::optional(of) : std::nullopt; };
+  const auto compute = [&](const auto& function) {
+    return function(hidden, weight, if_defined(options.bias), target, if_defined(options.weights), options.ignore_index,
+                    options.label_smoothing, options.z_loss, options.memory_budget, detail::dtype_of_products(weight));
+  };
+  auto [mean, losses] =
+      torch::jit::tracer::isTracing()
+          ? compute([](const auto&... all) { return detail::mean_and_losses_as_operation().call(all...); })
+          : compute(detail::mean_and_losses);
+  return Loss{std::move(mean), items}.with(std::move(losses), target);
 }
 
 }  // namespace gradaccum
