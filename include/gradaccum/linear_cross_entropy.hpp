@@ -46,8 +46,8 @@ struct LinearCrossEntropyOptions {
 /// counted.
 ///
 /// Steps that are captured or compiled keep the host's `items`: give `.items = 1`, and weigh the result outside, by
-/// `ga::Loss{step(batch).mean, tokens}`. `save_step` records the call, and a compiled step makes no more logits than the
-/// budget either, of some tokens of all rows at a time; in float16 it makes all.
+/// `ga::Loss{step(batch).mean, tokens}`. `save_step` records the call, and a compiled step makes logits of
+/// some tokens of all rows at a time, within the budget for the recorded batch; in float16 it makes all.
 ///
 /// @note Counting the tokens synchronizes with a device, unless `.items` is given. Double backward is an error.
 Loss linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,

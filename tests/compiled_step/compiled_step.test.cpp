@@ -776,12 +776,12 @@ TEST_CASE("linear_cross_entropy in a compiled step: its loss and gradients, with
     wanted.backward();
     const auto of_objective = gradients(*net);
     got.backward();
-    CHECK(worst(gradients(*net), of_objective) < 1e-5);
+    CHECK(worst(gradients(*net), of_objective) < 1e-4);
     const auto all = [&](at::Tensor hidden) { return torch::linear(hidden, net->embedding->weight, net->bias); };
     torch::cross_entropy_loss(all(net->forward(batch.first)).flatten(0, 1), batch.first.flatten()).backward();
     CHECK(worst(gradients(*net), of_objective) > 1e-3);
   }
-  if (step.report().eager > 0) return;  // LibTorch 2.11 compiles only for one number of rows
+  CHECK(step.report().eager == 0);
   const auto batch = sentences(4096);
   const std::int64_t all_logits = 4096 * 8 * 11 * 4;
   const auto largest = [&](auto run) {

@@ -108,9 +108,10 @@ TORCH_MODULE(Encoded);
 /// A model of the next word, whose table of words is its last layer, too.
 struct WordsImpl : torch::nn::Module {
   torch::nn::Embedding embedding = register_module("embedding", torch::nn::Embedding(11, 5));
+  torch::nn::Linear dense = register_module("dense", torch::nn::Linear(5, 5));
   at::Tensor bias = register_parameter("bias", torch::randn({11}));
 
-  at::Tensor forward(const at::Tensor& ids) { return torch::tanh(embedding(ids)); }
+  at::Tensor forward(const at::Tensor& ids) { return torch::tanh(dense(embedding(ids))); }
 };
 TORCH_MODULE(Words);
 

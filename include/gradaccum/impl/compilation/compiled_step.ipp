@@ -250,13 +250,14 @@ struct StepTrace {
   Loss loss{at::Tensor()};  ///< values of the traced run
 };
 
-/// Packs a loss as a script returns it.
+/// Packs a loss as a script returns it: in a list, because Python reads the sizes of a tuple's tensors, and a graph for
+/// any number of rows would then be for this number.
 GRADACCUM_INLINE torch::jit::Stack outputs_of(const Loss& loss, const std::vector<at::Tensor>& batch) {
-  std::vector<c10::IValue> outputs{loss.mean};
-  if (loss.output.defined()) outputs.emplace_back(loss.output);
+  std::vector<at::Tensor> outputs{loss.mean};
+  if (loss.output.defined()) outputs.push_back(loss.output);
   const bool given = std::ranges::any_of(batch, [&](auto& tensor) { return tensor.is_same(loss.target); });
-  if (loss.target.defined() && !given) outputs.emplace_back(loss.target);
-  return {c10::ivalue::Tuple::create(std::move(outputs))};
+  if (loss.target.defined() && !given) outputs.push_back(loss.target);
+  return {outputs};
 }
 
 /// Throws if a constant is a tensor from before the recorded pass. Tensors that the pass made from numbers may stay.
@@ -374,7 +375,7 @@ GRADACCUM_INLINE StepTrace trace_of(const StepModel& model, const StepCall& call
           trace.loss.check();
           return outputs_of(trace.loss, call.batch);
         },
-        [](const at::Tensor&) { return std::string(); }, /*strict=*/true, /*force_outplace=*/false, &module);
+        [](const at::Tensor&) { return std::string(); }, /*strict=*/false, /*force_outplace=*/false, &module);
   };
   const auto traced = [&] {
     try {
@@ -425,9 +426,9 @@ GRADACCUM_INLINE Loss replayed(const std::string& script, const StepModel& model
   std::istringstream file(script);
   auto module = torch::jit::load(file);
   const auto inputs = inputs_of(model, batch);
-  const auto outputs = module.forward(torch::jit::Stack(inputs.begin(), inputs.end())).toTuple();
-  Loss loss(outputs->elements()[0].toTensor(), traced.items);
-  if (traced.output.defined()) loss.output = outputs->elements()[1].toTensor();
+  const auto outputs = module.forward(torch::jit::Stack(inputs.begin(), inputs.end())).toTensorVector();
+  Loss loss(outputs[0], traced.items);
+  if (traced.output.defined()) loss.output = outputs[1];
   return loss;
 }
 
