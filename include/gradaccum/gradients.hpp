@@ -125,8 +125,6 @@ class Gradients {
   /// Returns the `norm()` before `clip_grad_norm_` clipped these gradients, or that a `GuardNorm` has measured;
   /// undefined otherwise.
   const at::Tensor& norm_before_clipping() const;
-  /// Sets `norm_before_clipping()`, for functions that clip.
-  void set_norm_before_clipping(at::Tensor norm);
 
   /// Returns 1 if an element is inf or NaN, else 0: 0-dim float32. Finite numbers whose squares overflow are finite.
   at::Tensor found_inf();

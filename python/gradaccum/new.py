@@ -46,7 +46,7 @@ def main():
     name = shlex.quote(str(folder))
     print(f"{folder} has {template}.cpp and CMakeLists.txt. The first build takes minutes, since it compiles gradaccum:\n"
           f"    cmake -S {name} -B {name}/build{found}\n"
-          f"    cmake --build {name}/build --parallel\n"
+          f"    cmake --build {name}/build --parallel 2\n"
           f"    {name}/build/{template} --help")
 
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <gradaccum/detail/build/inline.hpp>
+
 #include <c10/core/Allocator.h>
 
 #include <algorithm>

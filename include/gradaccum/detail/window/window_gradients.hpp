@@ -116,7 +116,6 @@ class WindowGradients : public std::enable_shared_from_this<WindowGradients> {
   at::Tensor norm();
   at::Tensor clip(double max_norm);
   const at::Tensor& norm_before_clipping() const { return norm_before_clipping_; }
-  void set_norm_before_clipping(at::Tensor norm) { norm_before_clipping_ = std::move(norm); }
   at::Tensor found_inf();
   bool may_be_judged_on_device() const { return may_stay_on_device(factor_) && !rejected_; }
   /// Synchronizes; no other function does. A closed window returns the result from its step. `beside`: a 0-dim float64

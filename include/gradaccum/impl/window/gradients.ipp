@@ -86,10 +86,6 @@ GRADACCUM_INLINE std::vector<at::Tensor> Gradients::values() {
 
 GRADACCUM_INLINE at::Tensor Gradients::multiplier(at::Device device) const { return window_->multiplier().on(device); }
 
-GRADACCUM_INLINE void Gradients::set_norm_before_clipping(at::Tensor norm) {
-  window_->set_norm_before_clipping(std::move(norm));
-}
-
 GRADACCUM_INLINE const at::Tensor& Gradients::norm_before_clipping() const { return window_->norm_before_clipping(); }
 GRADACCUM_INLINE Factor& Gradients::factor() { return window_->factor(); }
 GRADACCUM_INLINE double Gradients::items() const { return window_->items(); }
