@@ -243,12 +243,28 @@ def refuse_negative_indices():
                 function.__code__, {**function.__globals__, "ops": Operations()}, function.__name__, function.__defaults__))
 
 
+def keep_order_of_draws(nodes):
+    """Makes each operation that draws random numbers depend on the previous one. For torch's compiler, before it orders
+    operations for little memory."""
+    import torch
+    from torch._inductor.dependencies import WeakDep
+    drawn = None
+    for node in nodes:
+        operation = getattr(node.node, "op_overload", None)
+        if torch.Tag.nondeterministic_seeded not in getattr(operation, "tags", ()):
+            continue
+        output = node.get_outputs()[0].get_name()
+        if drawn:
+            node.add_fake_dep(WeakDep(drawn, mutating_buf=output))
+        drawn = output
+    return nodes
+
+
 def generated_source(exported, capability):
     """Returns the graph's C++, its constants as bytes, a GPU's kernels by name, and the calls that it delegates to a
     proxy executor."""
     import torch
     refuse_negative_indices()
-    draws = any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in exported.graph.nodes)
     lstm = any("mkldnn_rnn_layer" in str(node.target) for node in exported.graph.nodes)
     settings = {
         "aot_inductor.package_cpp_only": True,
@@ -259,7 +275,7 @@ def generated_source(exported, capability):
         "cpp.simdlen": instructions_of(capability)[0],
         "cpp.enable_kernel_profile": False,
         "fallback_random": True,  # draws the same random numbers as the objective
-        "reorder_for_peak_memory": not draws,  # in the same order
+        "_pre_fusion_custom_pass": keep_order_of_draws,
         "allow_buffer_reuse": not lstm,  # the compiler takes its workspace for float32
     }
     with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(sys.stderr):
@@ -443,15 +459,16 @@ template <class Index>
 
 
 KEPT_MEMORY = """
-#include <atomic>
 namespace {
-using Empty = void* (*)(int64_t dims, const int64_t* sizes, const int64_t* strides, int32_t dtype);
-std::atomic<Empty> empty_in_kept_memory = nullptr;  // the program's; returns null for a tensor that LibTorch creates
+/// The program's function and its argument: returns a tensor, or null if LibTorch should create it.
+using Empty = void* (*)(void* memory, int64_t dims, const int64_t* sizes, const int64_t* strides, int32_t dtype);
+thread_local Empty empty_in_kept_memory = nullptr;
+thread_local void* kept_memory = nullptr;
 
 AOTITorchError empty_strided(int64_t dims, const int64_t* sizes, const int64_t* strides, int32_t dtype, int32_t device,
                              int32_t index, AtenTensorHandle* tensor) {
-  const Empty empty = empty_in_kept_memory;
-  void* const kept = empty && device == aoti_torch_device_type_cpu() ? empty(dims, sizes, strides, dtype) : nullptr;
+  void* const kept = empty_in_kept_memory && device == aoti_torch_device_type_cpu()
+                         ? empty_in_kept_memory(kept_memory, dims, sizes, strides, dtype) : nullptr;
   if (!kept) return aoti_torch_empty_strided(dims, sizes, strides, dtype, device, index, tensor);
   *tensor = static_cast<AtenTensorHandle>(kept);
   return AOTI_TORCH_SUCCESS;
@@ -566,9 +583,8 @@ const char* failed(const char* what) {
   return error_UNIQUE.c_str();
 }
 
-const char* create(void** container, const char* device, Empty empty) try {
+const char* create(void** container, const char* device) try {
   check(device);
-  empty_in_kept_memory = empty;
   *container = new Container(1, device, std::nullopt);
   return nullptr;
 } catch (const std::exception& error) {
@@ -577,7 +593,9 @@ const char* create(void** container, const char* device, Empty empty) try {
 
 void destroy(void* container) { delete static_cast<Container*>(container); }
 
-const char* run(void* container, void** inputs, void** outputs) try {
+const char* run(void* container, void** inputs, void** outputs, Empty empty, void* memory) try {
+  empty_in_kept_memory = empty;
+  kept_memory = memory;
   run_on_device(*static_cast<Container*>(container), reinterpret_cast<AtenTensorHandle*>(inputs),
                 reinterpret_cast<AtenTensorHandle*>(outputs));
   return nullptr;
@@ -666,8 +684,8 @@ def exported_graph(manifest, name, directory):
 
     def graph(batch):
         inputs = Inputs(manifest["model"], batch)
-        rows = re.search(r"\[(\d+)|$", recorded)[1]
-        with as_operation((inputs.rows, int(rows)) if rows else None):
+        rows = (inputs.rows, int(re.search(r"\[(\d+)", recorded)[1])) if "*" in batch else None
+        with as_operation(rows):
             return graph_of(scripted(str(script)), inputs), inputs
 
     if manifest[f"{name}.any_rows"]:

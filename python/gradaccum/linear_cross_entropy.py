@@ -37,7 +37,10 @@ class _OfTokens(torch.autograd.Function):
             of_tokens = (tensor.chunk(parts, classes.dim() - 1) if parts > 1 else [tensor]
                          for tensor in (hidden.to(dtype), classes, counted, factors))
             for x, targets, counts, factor in zip(*of_tokens):
-                logits = torch.nn.functional.linear(x, matrix, offset).to(wide)
+                x = x.flatten(0, -2)
+                # With the bias and its gradient outside of products, the compiler would fuse all parts, and keep them.
+                product = torch.mm(x, matrix.t()) if bias is None else torch.addmm(offset, x, matrix.t())
+                logits = product.view(*targets.shape, len(matrix)).to(wide)
                 losses, log_sum = losses_of(logits, targets, *of_losses)
                 all_losses.append(torch.where(counts, losses, 0))
                 if not has_gradient:
@@ -49,10 +52,10 @@ class _OfTokens(torch.autograd.Function):
                 of_logits = of_logits - (1 - label_smoothing) * is_target.to(wide) - label_smoothing / len(matrix)
                 of_logits = (of_logits * factor.unsqueeze(-1)).to(dtype)
                 of_hidden.append(torch.matmul(of_logits, matrix).to(hidden.dtype))
-                of_weight = sum_with_product(of_weight, of_logits.flatten(0, -2).t(), x.flatten(0, -2), wide)
+                of_logits = of_logits.flatten(0, -2).t()
+                of_weight = sum_with_product(of_weight, of_logits, x, wide)
                 if bias is not None:
-                    part = of_logits.to(wide).flatten(0, -2).sum(0)
-                    of_bias = part if of_bias is None else of_bias + part
+                    of_bias = sum_with_product(of_bias, of_logits, torch.ones_like(x[:, :1]), wide)
         if has_gradient:
             context.save_for_backward(torch.cat(of_hidden, classes.dim() - 1), of_weight, of_bias)
             context.dtypes = weight.dtype, bias.dtype if bias is not None else None
@@ -66,7 +69,7 @@ class _OfTokens(torch.autograd.Function):
         needs, (dtype, dtype_of_bias) = context.needs_input_grad, context.dtypes
         return (of_hidden * seed.to(of_hidden.dtype) if needs[0] else None,
                 (of_weight * seed).to(dtype) if needs[1] else None,
-                (of_bias * seed).to(dtype_of_bias) if needs[2] else None, *[None] * 7)
+                (of_bias.squeeze(1) * seed).to(dtype_of_bias) if needs[2] else None, *[None] * 7)
 
 
 def sum_with_product(total, left, right, dtype):
@@ -76,15 +79,16 @@ def sum_with_product(total, left, right, dtype):
     return torch.addmm(total, left, right) if left.dtype == dtype else total + torch.mm(left, right)
 
 
-def parts_of(labels, classes, memory_budget, rows=None):
+def parts_of(labels, classes, memory_budget, dtype, rows=None):
     """Returns the number of parts of the tokens, the labels' last dimension. A part has tokens of all rows: as many as have
-    logits of `memory_budget` bytes in float32, and at least one. `rows`: of a trace, and of the batch that it is for."""
+    logits of `memory_budget` bytes in `dtype`, and at least one. `rows`: of a trace, and of the batch that it is for."""
     def size_of(size):
         size = size.node.hint if isinstance(size, torch.SymInt) else size
-        return size // rows[0] * rows[1] if rows and size % rows[0] == 0 else size
+        of_rows = rows and (size == rows[0] or labels.dim() == 1 and size % rows[0] == 0)
+        return size // rows[0] * rows[1] if of_rows else size
 
     *leading, tokens = map(size_of, labels.shape)
-    at_once = memory_budget // max(math.prod(leading) * classes * 4, 1)
+    at_once = memory_budget // max(math.prod(leading) * classes * dtype.itemsize, 1)
     return max(-(-tokens // max(at_once, 1)), 1)
 
 
@@ -97,7 +101,7 @@ def linear_cross_entropy(hidden, weight, labels, bias=None):
     counted = labels != IGNORED
     factors = counted.to(torch.promote_types(hidden.dtype, torch.float32))
     total, _ = _OfTokens.apply(hidden, weight, bias, torch.where(counted, labels, 0), counted, factors, dtype,
-                               parts_of(labels, len(weight), MEMORY_BUDGET), 0.0, 0.0)
+                               parts_of(labels, len(weight), MEMORY_BUDGET, factors.dtype), 0.0, 0.0)
     return total / factors.sum()
 
 
@@ -117,7 +121,7 @@ def of_operation(rows, hidden, weight, bias, target, weights, ignore_index, labe
         losses = torch.where(counted, losses_of(logits.to(factors.dtype), classes, *of_losses)[0], 0)
         total, losses = (losses * factors).sum(), losses.detach()
     else:
-        parts = parts_of(target, len(weight), memory_budget, rows)
+        parts = parts_of(target, len(weight), memory_budget, factors.dtype, rows)
         total, losses = _OfTokens.apply(hidden, weight, bias, classes, counted, factors, dtype, parts, *of_losses)
     items = factors.sum()
     return total / torch.where(items != 0, items, 1), losses.reshape(shape)

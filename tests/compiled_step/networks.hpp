@@ -107,11 +107,11 @@ TORCH_MODULE(Encoded);
 
 /// A model of the next word, whose table of words is its last layer, too.
 struct WordsImpl : torch::nn::Module {
-  torch::nn::Embedding embedding = register_module("embedding", torch::nn::Embedding(11, 5));
+  torch::nn::Embedding embedding = register_module("embedding", torch::nn::Embedding(200, 5));
   torch::nn::Linear dense = register_module("dense", torch::nn::Linear(5, 5));
-  at::Tensor bias = register_parameter("bias", torch::randn({11}));
+  at::Tensor bias = register_parameter("bias", torch::randn({200}));
 
-  at::Tensor forward(const at::Tensor& ids) { return torch::tanh(dense(embedding(ids))); }
+  at::Tensor forward(const at::Tensor& ids) { return torch::tanh(torch::dropout(dense(embedding(ids)), 0.1, true)); }
 };
 TORCH_MODULE(Words);
 
@@ -124,7 +124,7 @@ inline gradaccum::Loss loss_by_parts(Words& net, const Batch& batch) {
                                           .ignore_index = 3,
                                           .label_smoothing = 0.1,
                                           .z_loss = 0.01,
-                                          .memory_budget = 4 * 11 * sizeof(float) * 3 + 100,
+                                          .memory_budget = 4 * 200 * sizeof(float) * 3 + 100,
                                           .items = 1});
 }
 

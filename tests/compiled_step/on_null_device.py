@@ -31,10 +31,9 @@ from gradaccum import compile_step  # noqa: E402
 
 class Functions(ctypes.Structure):
     """The interface of compiled code."""
-    _fields_ = [("create", ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_char_p,
-                                          ctypes.c_void_p)),
+    _fields_ = [("create", ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_char_p)),
                 ("destroy", ctypes.CFUNCTYPE(None, ctypes.c_void_p)),
-                ("run", ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)),
+                ("run", ctypes.CFUNCTYPE(ctypes.c_char_p, *[ctypes.c_void_p] * 5)),
                 ("inputs", ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_void_p)),
                 ("outputs", ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_void_p))]
 
@@ -58,12 +57,12 @@ def compiled(step):
 def launches_of(functions, inputs):
     """Runs the code. Returns the number of launched kernels, and the code's return value."""
     container = ctypes.c_void_p()
-    assert functions.create(container, b"cuda:0", None) is None
+    assert functions.create(container, b"cuda:0") is None
     assert functions.inputs(container) == len(inputs)
     given = [pointer_of(capsule, None) for capsule in torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(inputs)]
     outputs = (ctypes.c_void_p * functions.outputs(container))()
     before = device.null_device_launches()
-    problem = functions.run(container, (ctypes.c_void_p * len(given))(*given), outputs)
+    problem = functions.run(container, (ctypes.c_void_p * len(given))(*given), outputs, None, None)
     assert problem is None, problem
     functions.destroy(container)
     results = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs([capsule_of(output, None, None) for output in outputs])
@@ -90,7 +89,7 @@ def main():
     assert launches > len(gradients) / 2, launches
 
     os.environ["NULL_DEVICE_MINOR"] = "3"
-    refused = functions.create(ctypes.c_void_p(), b"cuda:0", None).decode()
+    refused = functions.create(ctypes.c_void_p(), b"cuda:0").decode()
     assert refused == ("it is compiled for GPUs of compute capability 9.0, and cuda:0 has 9.3: compile it for that one"), refused
     print(f"{launches} launches")
 

@@ -213,6 +213,15 @@ def test_the_operation_that_save_step_records_equals_a_cross_entropy_of_all_logi
         assert scalar[1].shape == () and scalar[0] == scalar[1] != 0
 
 
+def test_parts_have_the_budget_for_the_rows_of_the_batch():
+    def parts(*shape, budget=8 * 40 * 4 * 10, dtype=torch.float32, rows=(131, 8)):  # 10 tokens of 8 rows
+        return linear_cross_entropy.parts_of(torch.empty(shape, dtype=torch.long), 40, budget, dtype, rows)
+
+    assert [parts(131, tokens) for tokens in (1, 10, 11, 262, 1048)] == [1, 1, 2, 27, 105]
+    assert parts(131, 262, dtype=torch.float64) == 53 and parts(131, 262, budget=1) == 262
+    assert parts(8, 262, rows=None) == 27 and parts(131 * 262) == parts(8 * 262, rows=None) == 27
+
+
 def test_a_head_that_is_no_plain_product_has_all_logits():
     import transformers
     small = dict(vocab_size=40, hidden_size=16, num_attention_heads=2, intermediate_size=24, num_hidden_layers=1,

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <memory>
 #include <random>
 #include <thread>
 #include <utility>
@@ -121,22 +120,28 @@ TEST_CASE("PageAllocator: a freed block is reused with its pages; pages beyond t
   CHECK_FALSE(pages.allocate(~std::size_t{0}));
 }
 
-TEST_CASE("PageAllocator: its memory is returned on request, and unmapped with it") {
+TEST_CASE("PageAllocator: memory returns to the kernel on request, and with the allocator") {
   constexpr std::size_t large = 64 << 20, little = 8 << 20;
-  const auto occupied = [] { return *ga::detail::occupied_memory(at::kCPU); };
-  const auto before = occupied();
-  auto pages = std::make_unique<PageAllocator>();
-  for (int i = 0; i < 2; ++i) {
-    void* const block = pages->allocate(large);
+  const auto before = *ga::detail::occupied_memory(at::kCPU);
+  const auto occupied = [&] { return static_cast<std::size_t>(*ga::detail::occupied_memory(at::kCPU) - before); };
+  const auto filled = [](PageAllocator& pages) {
+    void* const block = pages.allocate(large);
     std::memset(block, 1, large);
-    pages->free(block);
-    CHECK(occupied() - before > static_cast<std::int64_t>(large - little));
-    if (i == 0) pages->discard_kept();
-    CHECK(pages->resident_bytes() == (i == 0 ? 0 : large));
-    CHECK((occupied() - before < static_cast<std::int64_t>(little)) == (i == 0));
+    return block;
+  };
+  {
+    PageAllocator pages;
+    pages.free(filled(pages));
+    CHECK((pages.resident_bytes() == large && occupied() > large - little));
   }
-  pages.reset();
-  CHECK(occupied() - before < static_cast<std::int64_t>(little));
+  CHECK(occupied() < little);
+  PageAllocator pages;
+  void *const one = filled(pages), *const other = filled(pages);
+  pages.free(one);
+  pages.stop_keeping();
+  CHECK((pages.resident_bytes() == large && occupied() < large + little));
+  pages.free(other);
+  CHECK((pages.resident_bytes() == 0 && occupied() < little));
 }
 
 TEST_CASE("keep_freed_memory: large tensors are kept, counted, and freed by any thread") {

@@ -22,30 +22,19 @@ class StepMemory {
  public:
   StepMemory() = default;
   StepMemory(const StepMemory&) = delete;
-  ~StepMemory() { pages_->discard_kept(); }
+  ~StepMemory() { pages_->stop_keeping(); }
 
-  /// Lets the code that this thread runs create tensors in a memory.
-  class [[nodiscard]] Scope {
-   public:
-    explicit Scope(const StepMemory& memory) : before_(std::exchange(of_thread(), &memory)) {}
-    Scope(const Scope&) = delete;
-    ~Scope() { of_thread() = before_; }
-
-   private:
-    const StepMemory* before_;
-  };
-
-  /// Called by the code: returns a new `at::Tensor` in the memory of this thread's scope, or null if LibTorch should
-  /// allocate it. For small tensors, glibc is as fast.
-  static void* empty_strided(std::int64_t dims, const std::int64_t* sizes, const std::int64_t* strides,
+  /// Called by the code that runs: returns a new `at::Tensor` in a `StepMemory`, or null if LibTorch should create it.
+  /// For small tensors, glibc is as fast.
+  static void* empty_strided(void* memory, std::int64_t dims, const std::int64_t* sizes, const std::int64_t* strides,
                              std::int32_t dtype) {
     constexpr std::size_t least = std::size_t{1} << 17;
     const auto type = static_cast<at::ScalarType>(dtype);
     const at::IntArrayRef all_sizes(sizes, static_cast<std::size_t>(dims)), all_strides(strides, all_sizes.size());
     const auto bytes = at::detail::computeStorageNbytes(all_sizes, all_strides, c10::elementSize(type));
     auto* const allocator = c10::GetCPUAllocator();
-    if (bytes < least || !of_thread() || allocator != c10::GetDefaultCPUAllocator()) return nullptr;
-    auto block = allocate_from(of_thread()->pages_, bytes);
+    if (bytes < least || allocator != c10::GetDefaultCPUAllocator()) return nullptr;
+    auto block = allocate_from(static_cast<StepMemory*>(memory)->pages_, bytes);
     if (!block) return nullptr;
     c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, std::move(block), allocator, /*resizable=*/true);
     auto tensor = at::detail::make_tensor<c10::TensorImpl>(
@@ -55,11 +44,6 @@ class StepMemory {
   }
 
  private:
-  static const StepMemory*& of_thread() {
-    static thread_local const StepMemory* memory = nullptr;
-    return memory;
-  }
-
   std::shared_ptr<PageAllocator> pages_ = std::make_shared<PageAllocator>();
 };
 

@@ -90,15 +90,9 @@ class PageAllocator {
     return blocks_.contains(block);
   }
   /// Frees a block of this allocator.
-  void free(void* block) {
-    const std::lock_guard lock(mutex_);
-    const auto node = blocks_.extract(block);
-    used_ -= node.mapped();
-    warm_.add({reinterpret_cast<std::uintptr_t>(block), node.mapped()});
-  }
-
-  /// Returns all kept pages to the kernel, and forgets the peak.
-  void discard_kept();
+  void free(void* block);
+  /// Returns all kept pages to the kernel, and later those of each freed block.
+  void stop_keeping();
 
   /// Returns the bytes of blocks; `resident_bytes()` includes kept pages.
   std::size_t used_bytes() const {
@@ -119,6 +113,7 @@ class PageAllocator {
   std::unordered_map<const void*, std::size_t> blocks_;
   FreeRanges warm_, cold_;  // free ranges with pages in memory, and without
   std::size_t used_ = 0, most_used_ = 0;
+  bool keeps_ = true;
 };
 
 /// Allocates a block for a CPU tensor, which keeps `pages` alive until it is freed, and reports both to LibTorch's

@@ -66,10 +66,18 @@ GRADACCUM_INLINE void* PageAllocator::allocate(std::size_t bytes) {
   return block;
 }
 
-GRADACCUM_INLINE void PageAllocator::discard_kept() {
+GRADACCUM_INLINE void PageAllocator::free(void* block) {
   const std::lock_guard lock(mutex_);
+  const auto node = blocks_.extract(block);
+  used_ -= node.mapped();
+  warm_.add({reinterpret_cast<std::uintptr_t>(block), node.mapped()});
+  if (!keeps_) discard(warm_.bytes());
+}
+
+GRADACCUM_INLINE void PageAllocator::stop_keeping() {
+  const std::lock_guard lock(mutex_);
+  keeps_ = false;
   while (warm_.bytes() > 0) discard(warm_.bytes());
-  most_used_ = 0;
 }
 
 GRADACCUM_INLINE PageAllocator::~PageAllocator() {
@@ -85,15 +93,17 @@ GRADACCUM_INLINE c10::DataPtr allocate_from(const std::shared_ptr<PageAllocator>
     std::shared_ptr<PageAllocator> pages;
     void* address;
   };
-  void* const address = pages->allocate(bytes);
-  if (!address) return {};
-  c10::profiledCPUMemoryReporter().New(address, bytes);
   const auto release = [](void* context) {
     const std::unique_ptr<Block> block(static_cast<Block*>(context));
     c10::profiledCPUMemoryReporter().Delete(block->address);
     block->pages->free(block->address);
   };
-  return {address, new Block{pages, address}, release, c10::Device(c10::kCPU)};
+  auto block = std::make_unique<Block>(Block{pages, nullptr});
+  auto* const address = block->address = pages->allocate(bytes);
+  if (!address) return {};
+  c10::DataPtr memory(address, block.release(), release, c10::Device(c10::kCPU));
+  c10::profiledCPUMemoryReporter().New(address, bytes);
+  return memory;
 }
 
 }  // namespace gradaccum::detail
