@@ -265,6 +265,7 @@ def generated_source(exported, capability):
     proxy executor."""
     import torch
     refuse_negative_indices()
+    draws = any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in exported.graph.nodes)
     lstm = any("mkldnn_rnn_layer" in str(node.target) for node in exported.graph.nodes)
     settings = {
         "aot_inductor.package_cpp_only": True,
@@ -275,6 +276,7 @@ def generated_source(exported, capability):
         "cpp.simdlen": instructions_of(capability)[0],
         "cpp.enable_kernel_profile": False,
         "fallback_random": True,  # draws the same random numbers as the objective
+        "reorder_for_locality": not draws,  # torch 2.11 reorders them, too
         "_pre_fusion_custom_pass": keep_order_of_draws,
         "allow_buffer_reuse": not lstm,  # the compiler takes its workspace for float32
     }

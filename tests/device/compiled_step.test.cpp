@@ -4,6 +4,7 @@
 #include <gradaccum/gradaccum.hpp>
 
 #include <gradaccum/detail/compilation/step_description.hpp>
+#include <gradaccum/detail/compilation/step_memory.hpp>
 #include <gradaccum/detail/io/formats.hpp>
 #include <gradaccum/detail/kernels/crc32.hpp>
 
@@ -67,7 +68,8 @@ const char* create(void** container, const char* on) {
 
 void destroy(void* /*container*/) {}
 
-const char* run(void* /*container*/, void** inputs, void** outputs) {
+const char* run(void* /*container*/, void** inputs, void** outputs, decltype(&ga::detail::StepMemory::empty_strided),
+                void* /*memory*/) {
   std::vector<at::Tensor> in;
   for (int i = 0; i < 7; ++i) {
     auto* const given = static_cast<at::Tensor*>(inputs[i]);

@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -211,6 +212,16 @@ def test_the_operation_that_save_step_records_equals_a_cross_entropy_of_all_logi
         assert none[0] == 0 and torch.autograd.grad(none[0], inputs[0])[0].count_nonzero() == 0
         scalar = operation(inputs[0][0, 0], inputs[1], None, target[0, 0] + 1, None, 5, 0, 0, 10**9, torch.float16)
         assert scalar[1].shape == () and scalar[0] == scalar[1] != 0
+
+
+def test_random_numbers_are_drawn_in_the_order_of_the_module():
+    def forward(self, x):
+        drawn = [torch.rand(size, size) for size in (90, 70, 50, 30)]  # little memory would be needed in the other order
+        return self.linear(x) + sum(torch.mm(matrix, matrix).sum() for matrix in reversed(drawn))
+
+    values_of(Module(forward), name="draws")
+    code, = (folder / "draws").glob("graph-0.*.cpp")
+    assert re.findall(r"aoti_torch_cpu_rand\(.*?{(\d+)L", code.read_text()) == ["90", "70", "50", "30"]
 
 
 def test_parts_have_the_budget_for_the_rows_of_the_batch():
