@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A training step, forward and backward, of a model that gradaccum-export exported, on the batch of its sample;
-// and the time from the program's start to its first update. python/exported_models.py compares it to Python.
+// A training step, forward and backward, of a model that gradaccum-export exported, on the batch of its sample; the
+// time from the program's start to its first update; and its peak of memory. python/exported_models.py compares it to
+// Python.
 
 #include <gradaccum/exported_model.hpp>
 #include <gradaccum/io/safetensors.hpp>
+#include <gradaccum/memory_meter.hpp>
 #include <gradaccum/optim/adamw.hpp>
 
 #include <string>
@@ -49,5 +51,6 @@ int main(int argc, char** argv) {
                       for (int run = 0; run < runs; ++run) step();
                     }) /
                     runs);
-  fmt::print("{} s a step, {} s to the first update\n", harness::median(times), first);
+  fmt::print("{} s a step, {} s to the first update, {:.2f} GB resident at most\n", harness::median(times), first,
+             static_cast<double>(ga::peak_resident_memory().value_or(0)) / 1e9);
 }
