@@ -30,6 +30,7 @@ class _OfTokens(torch.autograd.Function):
     @staticmethod
     def forward(context, hidden, weight, bias, classes, counted, factors, dtype, parts, label_smoothing, z_loss):
         wide, of_losses = factors.dtype, (label_smoothing, z_loss)
+        total = torch.zeros((), dtype=wide, device=hidden.device)
         has_gradient, all_losses = any(context.needs_input_grad), []
         of_hidden, of_weight, of_bias = [], None, None
         with torch.autocast(hidden.device.type, enabled=False):  # which would narrow the sums, too
@@ -43,6 +44,7 @@ class _OfTokens(torch.autograd.Function):
                 logits = product.view(*targets.shape, len(matrix)).to(wide)
                 losses, log_sum = losses_of(logits, targets, *of_losses)
                 all_losses.append(torch.where(counts, losses, 0))
+                total = total + (all_losses[-1] * factor).sum()  # with one sum of all, all parts would be kept
                 if not has_gradient:
                     continue
                 of_logits = (logits - log_sum).exp()
@@ -61,7 +63,7 @@ class _OfTokens(torch.autograd.Function):
             context.dtypes = weight.dtype, bias.dtype if bias is not None else None
         losses = torch.cat(all_losses, -1)
         context.mark_non_differentiable(losses)
-        return (losses * factors).sum(), losses
+        return total, losses
 
     @staticmethod
     def backward(context, seed, _):
