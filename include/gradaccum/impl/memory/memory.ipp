@@ -15,7 +15,6 @@
 #include <array>
 #include <charconv>
 #include <fstream>
-#include <limits>
 #include <ostream>
 #include <sstream>
 

@@ -9,7 +9,6 @@
 
 #include <limits>
 #include <span>
-#include <utility>
 
 #include <gradaccum/impl/begin.ipp>
 
