@@ -28,19 +28,19 @@ Batch minibatch_of(const Batch& batch, std::int64_t part) {
 std::unique_ptr<Training> made() {
   torch::manual_seed(1);
   auto training = std::make_unique<Training>();
-  training->agent->to(device);
+  training->agent.to(device);
   return training;
 }
 
 /// The program in LibTorch alone: its Adam, its clipping, and no accumulator.
 struct Plain {
   std::unique_ptr<Training> training = made();
-  torch::optim::Adam adam{training->agent->parameters(), torch::optim::AdamOptions(hyper.learning_rate).eps(1e-5)};
+  torch::optim::Adam adam{training->agent.parameters(), torch::optim::AdamOptions(hyper.learning_rate).eps(1e-5)};
 
   void update(Batch minibatch) {
     adam.zero_grad();
     objective(training->agent, minibatch).mean.backward();
-    torch::nn::utils::clip_grad_norm_(training->agent->parameters(), hyper.max_grad_norm);
+    torch::nn::utils::clip_grad_norm_(training->agent.parameters(), hyper.max_grad_norm);
     adam.step();
   }
   void iterate() {
@@ -119,8 +119,8 @@ int main(int argc, char** argv) {
   const auto reward = torch::empty({hyper.num_envs}), ended = torch::empty({hyper.num_envs});
   harness::contest("Acting in 8 environments",
                    {{"draw actions, step the environments", [&] { acting.act(observation, action, reward, ended); }},
-                    {"the actor's forward of 8 rows", [&] { acting.agent->actor->forward(observation); }},
-                    {"the actor's forward of a row", [&] { acting.agent->actor->forward(observation[0]); }}},
+                    {"the actor's forward of 8 rows", [&] { acting.agent.actor->forward(observation); }},
+                    {"the actor's forward of a row", [&] { acting.agent.actor->forward(observation[0]); }}},
                    static_cast<double>(hyper.num_envs), "environment steps", options);
   if (on_device) harness::print_card();
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // ppo_page FOLDER [STEPS [SEED]]: trains the template ppo.cpp, and writes FOLDER/page.html with its curves and with
-// frames of an episode before and after. If FOLDER/step has the compiled step (`ppo record FOLDER`), uses it.
+// frames of an episode before and after. If FOLDER/step has the compiled step (`ppo FOLDER record`), uses it.
 
 #define main ppo_main  // the program itself
 #include "../templates/ppo.cpp"
@@ -10,7 +10,8 @@
 namespace {
 
 /// Draws the rail, the cart, the pole and its hinge.
-ga::Drawing frame_of(const double* state, std::int64_t step) {
+ga::Drawing frame_of(const Environment& environment, std::int64_t step) {
+  const auto* const state = environment.cart.const_data_ptr<double>();
   const double x = 2.6 + state[0], angle = state[2], top = 0.25;
   return {.width = 5.2,
           .height = 1.5,
@@ -24,28 +25,26 @@ ga::Drawing frame_of(const double* state, std::int64_t step) {
 /// Plays an episode with the most probable actions, and draws every `every`-th step and the last.
 std::vector<ga::Drawing> play_episode(Training& training, std::int64_t every) {
   const at::NoGradGuard no_grad;
-  const auto device = training.agent->parameters()[0].device();
-  std::array<double, Environment::states> state{0, 0, 0.05, 0};
-  std::vector<ga::Drawing> frames{frame_of(state.data(), 0)};
+  const auto device = training.agent.parameters()[0].device();
+  Environment environment{.cart = torch::tensor({0., 0., 0.05, 0.}, torch::kDouble)};
+  std::vector<ga::Drawing> frames{frame_of(environment, 0)};
   const auto observation = torch::empty({1, Environment::observations});
   for (std::int64_t step = 1; step <= Environment::most_steps; ++step) {
-    Environment::observe(state.data(), observation.mutable_data_ptr<float>());
-    const auto action = training.agent->actor->forward(observation.to(device)).argmax(1).item<std::int64_t>();
-    const bool ended = Environment::step(state.data(), action).ended;
-    if (step % every == 0 || ended) frames.push_back(frame_of(state.data(), step));
+    environment.observe(observation.mutable_data_ptr<float>());
+    const auto action = training.agent.actor->forward(observation.to(device)).argmax(1).item<std::int64_t>();
+    const bool ended = environment.step(action).second;
+    if (step % every == 0 || ended) frames.push_back(frame_of(environment, step));
     if (ended) break;
   }
   return frames;
 }
 
 void add_curves(ga::RunPage& page, Training& training) {
-  const auto statistics = training.statistics.to(at::kCPU, at::kDouble);
   const auto update = training.updates();
   page.add("train/return", update, training.mean_return());
   page.add("train/lr", update, training.adam.param_groups()[0].options().get_lr());
-  const std::array<const char*, 4> names{"train/policy loss", "train/value loss", "train/entropy", "train/KL"};
-  for (std::size_t i = 0; i < names.size(); ++i)
-    page.add(names[i], update, statistics[static_cast<int>(i)].item<double>());
+  for (int i = 0; i < 4; ++i)
+    page.add(c10::str("train/", statistics_names[i]), update, training.statistics[i].item<double>());
 }
 
 void train_with_page(Training& training, auto step, std::int64_t total_timesteps, const std::string& folder) {
@@ -80,19 +79,17 @@ int main(int argc, char** argv) try {
   }
   const std::string folder = argv[1];
   torch::set_num_threads(1);
-  torch::manual_seed(argc > 3 ? static_cast<std::uint64_t>(whole_number(argv[3], "SEED")) : 1);
+  torch::manual_seed(argc > 3 ? std::stoull(argv[3]) : 1);
   Training training;
-  if (torch::cuda::is_available()) training.agent->to(torch::kCUDA);
-  const auto steps = argc > 2 ? whole_number(argv[2], "STEPS") : hyper.total_timesteps;
+  if (torch::cuda::is_available()) training.agent.to(torch::kCUDA);
+  const auto steps = argc > 2 ? std::stoll(argv[2]) : hyper.total_timesteps;
   if (std::filesystem::exists(folder + "/step"))
     train_with_page(training, ga::CompiledStep(training.agent, objective, folder + "/step"), steps, folder);
   else
     train_with_page(training, ga::GraphedStep(training.agent, objective), steps, folder);
   return 0;
-} catch (const c10::Error& error) {
-  std::cerr << "ppo_page: " << error.what_without_backtrace() << '\n';
-  return 1;
 } catch (const std::exception& error) {
-  std::cerr << "ppo_page: " << error.what() << '\n';
+  const auto* const torch = dynamic_cast<const c10::Error*>(&error);
+  std::cerr << "ppo_page: " << (torch ? torch->what_without_backtrace() : error.what()) << '\n';
   return 1;
 }

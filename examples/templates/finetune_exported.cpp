@@ -52,10 +52,9 @@ int main(int argc, char** argv) try {
   std::cout << trainer.fit(batches, {.epochs = epochs, .resume = folder + ".states"});
   model->save_weights(folder + ".trained");
   std::cout << "The weights are in " << folder << ".trained\n";
-} catch (const c10::Error& error) {
-  std::cerr << "finetune_exported: " << error.what_without_backtrace() << '\n';
-  return 1;
 } catch (const std::exception& error) {
-  std::cerr << "finetune_exported: " << error.what() << "; --help shows the arguments\n";
+  const auto* const torch = dynamic_cast<const c10::Error*>(&error);
+  std::cerr << "finetune_exported: " << (torch ? torch->what_without_backtrace() : error.what())
+            << "; --help shows the arguments\n";
   return 1;
 }

@@ -107,10 +107,8 @@ int main(int argc, char** argv) try {
               << ", of the discriminator " << discriminator_loss.value() << std::endl;
     draw(training.gan, "generated.pgm");
   }
-} catch (const c10::Error& error) {
-  std::cerr << "gan: " << error.what_without_backtrace() << '\n';
-  return 1;
 } catch (const std::exception& error) {
-  std::cerr << "gan: " << error.what() << "; --help shows the arguments\n";
+  const auto* const torch = dynamic_cast<const c10::Error*>(&error);
+  std::cerr << "gan: " << (torch ? torch->what_without_backtrace() : error.what()) << "; --help shows the arguments\n";
   return 1;
 }

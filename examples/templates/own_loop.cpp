@@ -104,10 +104,9 @@ int main(int argc, char** argv) try {
     train_epoch(training, rate, folder);
     std::cout << "epoch " << training.epoch << ": accuracy " << accuracy(training, test_batches) << std::endl;
   }
-} catch (const c10::Error& error) {
-  std::cerr << "own_loop: " << error.what_without_backtrace() << '\n';
-  return 1;
 } catch (const std::exception& error) {
-  std::cerr << "own_loop: " << error.what() << "; --help shows the arguments\n";
+  const auto* const torch = dynamic_cast<const c10::Error*>(&error);
+  std::cerr << "own_loop: " << (torch ? torch->what_without_backtrace() : error.what())
+            << "; --help shows the arguments\n";
   return 1;
 }

@@ -80,10 +80,9 @@ int main(int argc, char** argv) try {
                       ga::Validate(unseen, ga::Accuracy()), saves);
   std::cout << trainer.fit(batches, {.epochs = epochs, .resume = folder, .unit = "characters"});
   std::cout << continued(model, std::string(text.begin(), text.begin() + 20), 300) << '\n';
-} catch (const c10::Error& error) {
-  std::cerr << "trainer: " << error.what_without_backtrace() << '\n';
-  return 1;
 } catch (const std::exception& error) {
-  std::cerr << "trainer: " << error.what() << "; --help shows the arguments\n";
+  const auto* const torch = dynamic_cast<const c10::Error*>(&error);
+  std::cerr << "trainer: " << (torch ? torch->what_without_backtrace() : error.what())
+            << "; --help shows the arguments\n";
   return 1;
 }

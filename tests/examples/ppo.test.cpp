@@ -18,12 +18,13 @@
 
 TEST_CASE("ppo: CartPole has the states of Gymnasium's") {
   for (auto& episode : cart_pole_episodes) {
-    auto state = episode.start;
+    Environment environment{.cart = torch::tensor(at::ArrayRef<double>(episode.start), at::kDouble)};
     for (std::size_t i = 0; i < episode.states.size(); ++i) {
-      const auto outcome = Environment::step(state.data(), i % 3 == 2 ? 1 : static_cast<std::int64_t>(i % 2));
-      CHECK(outcome.reward == 1);
-      CHECK(outcome.ended == (i + 1 == episode.states.size()));
-      for (std::size_t k = 0; k < state.size(); ++k) CHECK(state[k] == Approx(episode.states[i][k]).epsilon(1e-12));
+      const auto [reward, ended] = environment.step(i % 3 == 2 ? 1 : static_cast<std::int64_t>(i % 2));
+      CHECK(reward == 1);
+      CHECK(ended == (i + 1 == episode.states.size()));
+      for (std::size_t k = 0; k < 4; ++k)
+        CHECK(environment.cart.const_data_ptr<double>()[k] == Approx(episode.states[i][k]).epsilon(1e-12));
     }
   }
 }
@@ -32,8 +33,8 @@ TEST_CASE("ppo: updates have the values of Python's, with a live rate, step coun
   using testing::waves;
   const std::int64_t n = pytorch_values::ppo_rows;
   Training training;
-  training.agent->to(at::kDouble);
-  testing::fill_with_waves(training.agent, 0.2);
+  training.agent.to(at::kDouble);
+  testing::fill_with_waves(&training.agent, 0.2);
   Batch batch{waves({n, 4}, 100),
               (waves({n}, 300) > 0).to(at::kLong),
               waves({n}, 400) * 0.3 - 0.7,
@@ -50,7 +51,7 @@ TEST_CASE("ppo: updates have the values of Python's, with a live rate, step coun
     training.optimizer.step();
     training.optimizer.zero_grad();
     CHECK(training.optimizer.grad_norm().item<double>() == Approx(updates[i][1]).epsilon(1e-9));
-    auto parameters = training.agent->parameters();
+    auto parameters = training.agent.parameters();
     for (std::size_t k = 0; k < parameters.size(); ++k)
       CHECK(parameters[k].detach().square().sum().item<double>() == Approx(updates[i][2 + k]).epsilon(1e-9));
   }
@@ -60,7 +61,7 @@ TEST_CASE("ppo: micro-batches of a minibatch give its gradient") {
   torch::manual_seed(1);
   Training training;
   auto batch = training.play();
-  training.agent->to(at::kDouble);
+  training.agent.to(at::kDouble);
   for (auto& tensor : batch)
     if (tensor.is_floating_point()) tensor = tensor.to(at::kDouble);
   const auto gradient_in = [&](std::int64_t parts) {
@@ -123,7 +124,7 @@ TEST_CASE("ppo: the objective says its parts, and a target of the KL divergence 
   const auto loss = objective(training.agent, batch);
   const auto of = [&](int i) { return loss.output[i].item<double>(); };
   CHECK(loss.mean.item<double>() == Approx(of(0) + hyper.vf_coef * of(1) - hyper.ent_coef * of(2)));
-  const auto log_probs = training.agent->log_probs(batch[0], batch[1]).first;
+  const auto log_probs = training.agent.actor->forward(batch[0]).log_softmax(1);
   CHECK(of(2) == Approx(-(log_probs.exp() * log_probs).sum(1).mean().item<double>()));
   CHECK(of(3) > 0);
 
@@ -151,6 +152,6 @@ TEST_CASE("ppo: learns, and resumes with the same bits") {
   ga::load(folder / "states", resumed);
   auto other_step = objective_of(resumed);
   while (resumed.timesteps < 50'000) resumed.iterate(other_step, 150'000);
-  CHECK(at::equal(testing::flat(resumed.agent), testing::flat(whole.agent)));
+  CHECK(at::equal(testing::flat(&resumed.agent), testing::flat(&whole.agent)));
   CHECK(resumed.mean_return() == whole.mean_return());
 }

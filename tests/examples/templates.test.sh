@@ -38,8 +38,8 @@ kill_and_resume() {
   "$@"
 }
 
-"$programs/ppo" 40960 1 > whole.txt
-kill_and_resume of_ppo/states "$programs/ppo" 40960 1 of_ppo > resumed.txt
+"$programs/ppo" whole_ppo 40960 1 > whole.txt
+kill_and_resume killed_ppo/states "$programs/ppo" killed_ppo 40960 1 > resumed.txt
 last_return() { sed -n 's/^40960 steps, [0-9]* episodes: mean return \([^,]*\),.*/\1/p' "$1"; }
 [[ $(last_return whole.txt) && $(last_return whole.txt) == "$(last_return resumed.txt)" ]] ||
   fail "ppo must resume with the same returns, got $(cat whole.txt resumed.txt)"
