@@ -114,13 +114,13 @@ int main(int argc, char** argv) {
 
   const at::NoGradGuard no_grad;
   auto& acting = *eager.training;
-  const auto observation = torch::rand({hyper.num_envs, Environment::observations}, device);
+  const auto observation = torch::rand({hyper.num_envs, Environment::observation_size}, device);
   const auto action = torch::empty({hyper.num_envs}, torch::kLong);
   const auto reward = torch::empty({hyper.num_envs}), ended = torch::empty({hyper.num_envs});
   harness::contest("Acting in 8 environments",
                    {{"draw actions, step the environments", [&] { acting.act(observation, action, reward, ended); }},
-                    {"the actor's forward of 8 rows", [&] { acting.agent.actor->forward(observation); }},
-                    {"the actor's forward of a row", [&] { acting.agent.actor->forward(observation[0]); }}},
+                    {"the actor's forward of 8 rows", [&] { acting.agent.logits(observation); }},
+                    {"the actor's forward of a row", [&] { acting.agent.logits(observation[0]); }}},
                    static_cast<double>(hyper.num_envs), "environment steps", options);
   if (on_device) harness::print_card();
 }

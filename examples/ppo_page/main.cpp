@@ -11,8 +11,7 @@ namespace {
 
 /// Draws the rail, the cart, the pole and its hinge.
 ga::Drawing frame_of(const Environment& environment, std::int64_t step) {
-  const auto* const state = environment.cart.const_data_ptr<double>();
-  const double x = 2.6 + state[0], angle = state[2], top = 0.25;
+  const double x = 2.6 + environment.cart[0], angle = environment.cart[2], top = 0.25;
   return {.width = 5.2,
           .height = 1.5,
           .lines = {{.points = {{0, 0.1}, {5.2, 0.1}}, .width = 1.5, .colour = 7},
@@ -26,12 +25,12 @@ ga::Drawing frame_of(const Environment& environment, std::int64_t step) {
 std::vector<ga::Drawing> play_episode(Training& training, std::int64_t every) {
   const at::NoGradGuard no_grad;
   const auto device = training.agent.parameters()[0].device();
-  Environment environment{.cart = torch::tensor({0., 0., 0.05, 0.}, torch::kDouble)};
+  Environment environment{.cart = {0, 0, 0.05, 0}};
   std::vector<ga::Drawing> frames{frame_of(environment, 0)};
-  const auto observation = torch::empty({1, Environment::observations});
-  for (std::int64_t step = 1; step <= Environment::most_steps; ++step) {
+  const auto observation = torch::empty({1, Environment::observation_size});
+  for (std::int64_t step = 1; step <= Environment::max_steps; ++step) {
     environment.observe(observation.mutable_data_ptr<float>());
-    const auto action = training.agent.actor->forward(observation.to(device)).argmax(1).item<std::int64_t>();
+    const auto action = training.agent.logits(observation.to(device)).argmax(1).item<std::int64_t>();
     const bool ended = environment.step(action).second;
     if (step % every == 0 || ended) frames.push_back(frame_of(environment, step));
     if (ended) break;

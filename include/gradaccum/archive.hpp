@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <set>
 #include <string>
@@ -33,10 +34,11 @@ namespace gradaccum {
 ///     saved("counter", counter);                           // its values are named counter.count, …
 ///     ga::Archive(saved.values())("counter", other);       // other.count == 3
 ///
-/// A value is a number, flag, string or tensor, a `std::optional` of these, or a part that has `state(Archive&)`.
-/// Tensors are copied when saved, and loaded tensors are new. Throws if a name is used twice or missing, or if its
-/// value has another type or is out of range. Values that were loaded before remain: a part that must not be
-/// half-loaded loads into local variables first, or defers its changes with `when_all_fit`. Does not synchronize.
+/// A value is a number, flag, string or tensor, a `std::optional` of these, a part that has `state(Archive&)`, or a
+/// `std::vector` or `std::array` of values, whose size must be the saved one. Tensors are copied when saved, and loaded
+/// tensors are new. Throws if a name is used twice or missing, or if its value has another type or is out of range.
+/// Values that were loaded before remain: a part that must not be half-loaded loads into local variables first, or
+/// defers its changes with `when_all_fit`. Does not synchronize.
 class Archive {
  public:
   using Value = std::variant<bool, std::int64_t, double, std::string, at::Tensor>;
@@ -58,6 +60,8 @@ class Archive {
       part(name, [&] { value.state(*this); });
     else if constexpr (requires { value.has_value(); })
       optional(name, value);
+    else if constexpr (requires { value.size(), value.begin(); } && !std::is_same_v<std::decay_t<T>, std::string>)
+      part(name, [&] { sequence(value); });
     else
       convertible(name, value);
   }
@@ -136,6 +140,12 @@ class Archive {
 
   void part(std::string_view name, c10::function_ref<void()> state);
 
+  template <class Sequence>
+  void sequence(Sequence& values) {
+    setting("size", std::ssize(values));
+    for (std::size_t i = 0; i < values.size(); ++i) (*this)(std::to_string(i), values[i]);
+  }
+
   /// An empty optional is not saved.
   template <class Optional>
   void optional(std::string_view name, Optional& value) {
@@ -148,7 +158,8 @@ class Archive {
   template <class T>
   void convertible(std::string_view name, T& value) {
     static_assert(std::is_arithmetic_v<T> || std::is_same_v<T, std::string> || std::is_same_v<T, at::Tensor>,
-                  "Archive: a value must be a number, a flag, a text, a tensor, or have state(Archive&)");
+                  "Archive: a value must be a number, a flag, a text, a tensor, have state(Archive&), or be a "
+                  "std::vector or std::array of these");
     Value any(std::in_place_type<Held<T>>, static_cast<Held<T>>(value));
     if (!save_or_load(name, any)) return;
     auto& held = std::get<Held<T>>(any);

@@ -47,7 +47,8 @@ struct LinearCrossEntropyOptions {
 ///
 /// Steps that are captured or compiled keep the host's `items`: give `.items = 1`, and weigh the result outside, by
 /// `ga::Loss{step(batch).mean, tokens}`. `save_step` records the call, and a compiled step makes logits of
-/// some tokens of all rows at a time, within the budget for the recorded batch; in float16 it makes all.
+/// some tokens of all rows at a time, within the budget for the recorded batch, or a 64th of all; in float16 it makes
+/// all.
 ///
 /// @note Counting the tokens synchronizes with a device, unless `.items` is given. Double backward is an error.
 Loss linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,

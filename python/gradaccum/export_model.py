@@ -58,7 +58,12 @@ def model_of(arguments):
 
 
 class HeadByParts:
-    """The passes of a causal language model whose loss is by parts of the tokens, so that not all logits exist at a time."""
+    """The passes of a causal language model whose loss is by parts of the tokens, so that not all logits exist at a time.
+
+    parts: by the number of tokens."""
+
+    def __init__(self, parts):
+        self.parts = parts
 
     @staticmethod
     def forward(model, batch):
@@ -68,11 +73,10 @@ class HeadByParts:
         head = model.get_output_embeddings()
         return model.base_model(**inputs).last_hidden_state, head.weight, head.bias
 
-    @staticmethod
-    def loss(output, batch):
+    def loss(self, output, batch):
         from gradaccum.linear_cross_entropy import linear_cross_entropy
-        hidden, weight, bias = output
-        return linear_cross_entropy(hidden[:, :-1], weight, batch["labels"][:, 1:], bias)
+        (hidden, weight, bias), labels = output, batch["labels"]
+        return linear_cross_entropy(hidden[:, :-1], weight, labels[:, 1:], bias, self.parts[int(labels.shape[1])])
 
     @staticmethod
     def items(batch):
@@ -112,10 +116,11 @@ def passes_of(model, autocast, task, batches):
     """Returns arguments of `export` for the passes of a model: HeadByParts, if logits take more than its budget. In float16
     it would lose the gradients of single classes, which are scaled later."""
     import torch
-    from gradaccum.linear_cross_entropy import MEMORY_BUDGET
+    from gradaccum.linear_cross_entropy import MEMORY_BUDGET, parts_of
     if task != "causal-lm":
         return {"loss": None}
-    most = 4 * model.config.get_text_config().vocab_size * max(batch["input_ids"].numel() for batch in batches)
+    classes, wide = model.config.get_text_config().vocab_size, torch.promote_types(model.dtype, torch.float32)
+    most = classes * wide.itemsize * max(batch["labels"].numel() for batch in batches)
     if most <= MEMORY_BUDGET:
         return {"loss": None}
     why = ("in float16" if torch.float16 in (autocast, model.dtype) else
@@ -123,7 +128,11 @@ def passes_of(model, autocast, task, batches):
     if why:
         print(f"gradaccum-export: all logits exist at a time, {why}: {most / 1e9:.1f} GB, and their gradient")
         return {"loss": None}
-    return {"loss": HeadByParts.loss, "forward": HeadByParts.forward, "items": HeadByParts.items, "output": False}
+    parts = {}
+    for labels in (batch["labels"] for batch in batches):
+        tokens = labels.shape[1]
+        parts[tokens] = max(parts.get(tokens, 1), parts_of(labels[:, 1:], classes, MEMORY_BUDGET, wide))
+    return {"loss": HeadByParts(parts).loss, "forward": HeadByParts.forward, "items": HeadByParts.items, "output": False}
 
 
 def sample_of(model, task, batch, seed=0):

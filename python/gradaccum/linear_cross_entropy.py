@@ -9,6 +9,7 @@ import math
 import torch
 
 MEMORY_BUDGET = 128 * 2**20  # bytes of logits at a time, as in ga::linear_cross_entropy
+MOST_PARTS = 64  # a compilation takes half a second for each, and more than that from about 100
 IGNORED = -100
 
 
@@ -83,7 +84,8 @@ def sum_with_product(total, left, right, dtype):
 
 def parts_of(labels, classes, memory_budget, dtype, rows=None):
     """Returns the number of parts of the tokens, the labels' last dimension. A part has tokens of all rows: as many as have
-    logits of `memory_budget` bytes in `dtype`, and at least one. `rows`: of a trace, and of the batch that it is for."""
+    logits of `memory_budget` bytes in `dtype`, and more if there would be too many parts. `rows`: of a trace, and of the
+    batch that it is for."""
     def size_of(size):
         size = size.node.hint if isinstance(size, torch.SymInt) else size
         of_rows = rows and (size == rows[0] or labels.dim() == 1 and size % rows[0] == 0)
@@ -91,19 +93,19 @@ def parts_of(labels, classes, memory_budget, dtype, rows=None):
 
     *leading, tokens = map(size_of, labels.shape)
     at_once = memory_budget // max(math.prod(leading) * classes * dtype.itemsize, 1)
-    return max(-(-tokens // max(at_once, 1)), 1)
+    return min(max(-(-tokens // max(at_once, 1)), 1), MOST_PARTS)
 
 
-def linear_cross_entropy(hidden, weight, labels, bias=None):
+def linear_cross_entropy(hidden, weight, labels, bias=None, parts=1):
     """Returns cross_entropy(linear(hidden, weight, bias), labels), a mean over the labels that are not -100.
 
-    hidden: [rows, tokens, width]; labels: [rows, tokens]."""
+    hidden: [rows, tokens, width]; labels: [rows, tokens]; parts: of the tokens."""
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     counted = labels != IGNORED
     factors = counted.to(torch.promote_types(hidden.dtype, torch.float32))
-    total, _ = _OfTokens.apply(hidden, weight, bias, torch.where(counted, labels, 0), counted, factors, dtype,
-                               parts_of(labels, len(weight), MEMORY_BUDGET, factors.dtype), 0.0, 0.0)
+    classes = torch.where(counted, labels, 0)
+    total, _ = _OfTokens.apply(hidden, weight, bias, classes, counted, factors, dtype, parts, 0.0, 0.0)
     return total / factors.sum()
 
 

@@ -18,13 +18,12 @@
 
 TEST_CASE("ppo: CartPole has the states of Gymnasium's") {
   for (auto& episode : cart_pole_episodes) {
-    Environment environment{.cart = torch::tensor(at::ArrayRef<double>(episode.start), at::kDouble)};
+    Environment environment{.cart = episode.start};
     for (std::size_t i = 0; i < episode.states.size(); ++i) {
       const auto [reward, ended] = environment.step(i % 3 == 2 ? 1 : static_cast<std::int64_t>(i % 2));
       CHECK(reward == 1);
       CHECK(ended == (i + 1 == episode.states.size()));
-      for (std::size_t k = 0; k < 4; ++k)
-        CHECK(environment.cart.const_data_ptr<double>()[k] == Approx(episode.states[i][k]).epsilon(1e-12));
+      for (std::size_t k = 0; k < 4; ++k) CHECK(environment.cart[k] == Approx(episode.states[i][k]).epsilon(1e-12));
     }
   }
 }
@@ -124,7 +123,7 @@ TEST_CASE("ppo: the objective says its parts, and a target of the KL divergence 
   const auto loss = objective(training.agent, batch);
   const auto of = [&](int i) { return loss.output[i].item<double>(); };
   CHECK(loss.mean.item<double>() == Approx(of(0) + hyper.vf_coef * of(1) - hyper.ent_coef * of(2)));
-  const auto log_probs = training.agent.actor->forward(batch[0]).log_softmax(1);
+  const auto log_probs = training.agent.logits(batch[0]).log_softmax(1);
   CHECK(of(2) == Approx(-(log_probs.exp() * log_probs).sum(1).mean().item<double>()));
   CHECK(of(3) > 0);
 

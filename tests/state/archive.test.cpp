@@ -3,9 +3,12 @@
 
 #include <gradaccum/archive.hpp>
 
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <string>
+#include <vector>
 
 namespace ga = gradaccum;
 
@@ -125,6 +128,36 @@ TEST_CASE("Archive: a tensor is copied when saving and loading") {
   ga::Archive(saved.values())("tensor", there);
   CHECK(there.numel() == 2);
   CHECK(at::equal(alias, torch::full({3}, 7.0)));
+}
+
+TEST_CASE("Archive: vectors and arrays of values, of the saved size") {
+  struct {
+    std::vector<Inner> parts{{1, torch::ones({2})}, {2, {}}};
+    std::array<double, 2> numbers{0.1, -0.0};
+    std::vector<std::array<std::string, 1>> texts{{"a"}};
+    std::vector<std::int64_t> none;
+    void state(ga::Archive& archive) {
+      archive("parts", parts), archive("numbers", numbers), archive("texts", texts), archive("none", none);
+    }
+  } values;
+  ga::Archive saved;
+  saved("values", values);
+  CHECK(saved.values().contains("values.parts.1.count"));
+  auto loaded = values;
+  loaded.parts = {{}, {}};
+  loaded.numbers = {};
+  loaded.texts = {{}};
+  ga::Archive(saved.values())("values", loaded);
+  CHECK(loaded.parts[1].count == 2);
+  CHECK(at::equal(loaded.parts[0].tensor, torch::ones({2})));
+  CHECK((loaded.numbers == values.numbers && std::signbit(loaded.numbers[1])));
+  CHECK((loaded.texts == values.texts));
+
+  ga::Archive loading(saved.values());
+  std::vector<std::int64_t> one{1};
+  loaded.none = one;
+  REQUIRE_ERROR("values.none.size", loading("values", loaded));
+  CHECK(loaded.none == one);
 }
 
 TEST_CASE("Archive: parts have separate names, and can be nested") {
