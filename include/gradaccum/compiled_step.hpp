@@ -67,7 +67,7 @@ std::shared_ptr<RecordedSteps<CompiledStepReport>> load_step(torch::nn::Module& 
 ///
 /// Falling back. Runs the objective itself for other layouts and modes, and for a changed model; `report()` counts the
 /// reasons. Compares both for the first batch of a layout, and throws `c10::Error` if they differ by more than
-/// rounding.
+/// rounding. Warns and runs the objective if it has other operations or numbers than the recorded one.
 ///
 /// Trust. The folder has code that runs with this program's rights: use only folders that you trust, or `InProgram`.
 /// Throws if files have changed, or are for another LibTorch, model or processor.

@@ -25,6 +25,7 @@ struct GraphDescription {
   bool output = false;              ///< true if the loss has an output, for metrics
   std::int64_t target = no_target;  ///< index of the batch's tensor, or a constant above
   std::string trace = {};           ///< name of the file that `save_step` wrote
+  std::string operations = {};      ///< CRC-32 of the trace's operations and their constants; empty if not known
   std::string code = {};            ///< name of the compiled code; empty until it is compiled
   std::string gradients = {};       ///< y or n for each parameter: whether the loss depends on it
   std::string moved = {};           ///< y or n for each buffer: whether the step changes it

@@ -142,113 +142,16 @@ class StepComparison {
   bool is_counted_ = false;  // by a FlopCounter, in the first comparison
 };
 
-/// Finds the graph for a batch, checks it on the first batch of a layout, and runs it.
-class LoadedStep final : public RecordedSteps<CompiledStepReport> {
- public:
-  LoadedStep(torch::nn::Module& module, const StepSource& source)
-      : steps_(std::make_shared<StepGraphs>("CompiledStep", StepModel(module), source)) {
-    const auto device = steps_->model().device();
-    if (device && has_graphs(*device) && !steps_->waits()) captured_ = capture_steps(module, {});
-  }
-
-  Loss run(std::vector<at::Tensor> batch, c10::function_ref<Loss()> objective) override {
-    if (!at::GradMode::is_enabled()) return objective();  // an evaluation, not a step
-    const auto& model = steps_->model();
-    if (auto modes = model.modes(); modes != modes_) {
-      modes_fit_ = model.text(modes) == steps_->description().modes;
-      modes_ = std::move(modes);
-    }
-    if (!modes_fit_) return eager("other modes: " + model.text(*modes_), objective);
-    if (!model.unchanged())
-      return eager("the model had " + first_difference(steps_->description().model, model.text()), objective);
-    auto& layout = layout_of_batch(batch);
-    if (layout.graph && !layout.checked) check(layout, batch, objective);
-    if (!layout.graph) return eager(layout.why_eager, objective);
-    auto loss = compiled(*layout.graph, batch);
-    add_flops(layout.flops);
-    ++report.compiled;
-    if (captured_) report.replayed = captured_->report.replayed;
-    return loss;
-  }
-
- private:
-  /// A batch layout seen before.
-  struct Layout {
-    const StepGraph* graph = nullptr;
-    bool checked = false;
-    std::string why_eager = {};   // if there is no graph
-    FlopsByOperation flops = {};  // of the objective
-  };
-
-  /// Runs a graph's code. On a device, captures and replays it, unless it cannot be captured because it copies from the
-  /// CPU or synchronizes.
-  Loss compiled(const StepGraph& graph, const std::vector<at::Tensor>& batch) {
-    const auto run = [&] { return steps_->trained(graph, batch); };
-    if (captured_) try {
-        return captured_->run(batch, run);
-      } catch (const c10::Error& error) {
-        TORCH_WARN("CompiledStep: ", steps_->name(), " runs without graphs: ", error.what_without_backtrace());
-        captured_ = nullptr;
-      }
-    return run();
-  }
-
-  Layout& layout_of_batch(const std::vector<at::Tensor>& batch) {
-    const auto [entry, is_new] = layouts_.try_emplace(layout_key(batch));
-    auto& layout = entry->second;
-    if (!is_new) return layout;
-    layout.graph = steps_->find(batch, [](auto&) { return true; });
-    if (!layout.graph) layout.why_eager = "no graph for " + layout_text(batch);
-    return layout;
-  }
-
-  /// Compares the graph of a layout with the objective. Throws if it is another program; the next batch is then
-  /// compared again. In doubt, warns, and runs the layout's batches by the objective.
-  void check(Layout& layout, const std::vector<at::Tensor>& batch, c10::function_ref<Loss()> objective) const {
-    const UncountedScope hidden_from_others;
-    const FlopCounter counter;
-    const StepTrial trial(steps_->model());
-    const StepComparison comparison(trial, steps_->model(), batch, objective,
-                                    [&] { return steps_->tried(trial, *layout.graph, batch); });
-    const auto& name = steps_->name();
-    TORCH_CHECK(comparison.wrong.empty(), "CompiledStep: ", name, ": the compiled step must do what the objective ",
-                "does, but for ", layout_text(batch), " ", comparison.wrong,
-                ": the objective or the model has changed ",
-                "since the step was saved, or depends on values that are not in tensors; save and compile it again");
-    layout.checked = true;
-    layout.flops = counter.get_flop_counts();
-    if (comparison.doubt.empty()) return;
-    layout.graph = nullptr;
-    layout.why_eager = "a doubt about the step for " + layout_text(batch) + ": " + comparison.doubt;
-    TORCH_WARN("CompiledStep: ", name, ": the objective runs instead of the compiled step: ", layout.why_eager,
-               ", which may be rounding or a different computation");
-  }
-
-  std::shared_ptr<StepGraphs> steps_;
-  std::shared_ptr<RecordedSteps<GraphedStepReport>> captured_;  // null: code is not captured
-  std::map<std::vector<std::int64_t>, Layout> layouts_;
-  std::optional<StepModes> modes_;  // the last ones, and whether they fit the description
-  bool modes_fit_ = false;
-};
-
-GRADACCUM_INLINE std::shared_ptr<RecordedSteps<CompiledStepReport>> load_step(torch::nn::Module& module,
-                                                                              const std::filesystem::path& folder) {
-  return std::make_shared<LoadedStep>(module, StepSource(folder));
-}
-
-GRADACCUM_INLINE std::shared_ptr<RecordedSteps<CompiledStepReport>> load_step(torch::nn::Module& module,
-                                                                              const InProgram& step) {
-  return std::make_shared<LoadedStep>(module,
-                                      StepSource(step.name, step_in_program(step.name, "CompiledStep"), step_format));
-}
-
-/// A forward pass as TorchScript: a function of parameters, buffers and the batch's tensors, in this order. It returns
-/// the loss, and its output and target if it has them.
+/// A forward pass as a graph: a function of parameters, buffers and the batch's tensors, in this order. It returns the
+/// loss, and its output and target if it has them.
 struct StepTrace {
-  std::string script;       ///< contents of a TorchScript file
+  torch::jit::Module module{"step"};
+  std::shared_ptr<torch::jit::Graph> graph;
   std::string operations;   ///< the graph as text without shapes, to compare constants of two traces
   Loss loss{at::Tensor()};  ///< values of the traced run
 };
+
+GRADACCUM_INLINE std::string crc_of(const std::string& text) { return crc32_text(crc32(text.data(), text.size())); }
 
 /// Packs a loss as a script returns it: in a list, because Python reads the sizes of a tuple's tensors, and a graph for
 /// any number of rows would then be for this number.
@@ -359,11 +262,11 @@ class HostReads {
 GRADACCUM_INLINE StepTrace trace_of(const StepModel& model, const StepCall& call, bool constants) {
   StepTrace trace;
   std::string read;
-  torch::jit::Module module("step");
   const bool cached = at::autocast::is_autocast_cache_enabled();
   at::autocast::set_autocast_cache_enabled(false);  // a cached cast would become a constant
   const auto restore = c10::make_scope_exit([cached] { at::autocast::set_autocast_cache_enabled(cached); });
-  const AllocationScope made("save_step: must not record inside LibTorch's profiler, which uses the same hook");
+  std::optional<AllocationScope> made;
+  if (!constants) made.emplace("save_step: must not record inside LibTorch's profiler, which uses the same hook");
   const auto record = [&] {
     const HostReads reads(model.attends());
     const auto inputs = inputs_of(model, call.batch);
@@ -375,7 +278,7 @@ GRADACCUM_INLINE StepTrace trace_of(const StepModel& model, const StepCall& call
           trace.loss.check();
           return outputs_of(trace.loss, call.batch);
         },
-        [](const at::Tensor&) { return std::string(); }, /*strict=*/false, /*force_outplace=*/false, &module);
+        [](const at::Tensor&) { return std::string(); }, /*strict=*/false, /*force_outplace=*/false, &trace.module);
   };
   const auto traced = [&] {
     try {
@@ -394,8 +297,8 @@ GRADACCUM_INLINE StepTrace trace_of(const StepModel& model, const StepCall& call
               ": the compiled step would keep this batch's value. Keep it a tensor (torch::where), or read it outside "
               "the objective",
               read == "aten::equal" ? "; pass nn::MultiheadAttention the same tensor, not copies" : "");
-  const auto& graph = traced.first->graph;
-  if (!constants) check_no_constants(*graph, *made);
+  trace.graph = traced.first->graph;
+  if (made) check_no_constants(*trace.graph, **made);
   TORCH_CHECK(trace.loss.items > 0, "save_step: the loss's items must be > 0, got ", trace.loss.items);
   const bool has_rows = !call.batch.empty() && call.batch.front().defined() && call.batch.front().dim() > 0;
   const auto rows = has_rows ? static_cast<double>(call.batch.front().size(0)) : 1;
@@ -403,21 +306,28 @@ GRADACCUM_INLINE StepTrace trace_of(const StepModel& model, const StepCall& call
               "save_step: the loss's items must be 1 or the batch's number of rows, got ", trace.loss.items,
               ": a number from the batch would become a constant; weight the step's result instead: "
               "ga::Loss{step(batch).mean, batch.tokens}");
+  const auto without_shapes = trace.graph->copy();
+  torch::jit::EraseShapeInformation(without_shapes);
+  std::ostringstream operations;
+  operations.imbue(std::locale::classic());  // others write 1,000
+  without_shapes->print(operations, /*print_source_locations=*/false);
+  trace.operations = std::move(operations).str();
+  return trace;
+}
+
+/// Returns the contents of a TorchScript file with a graph.
+GRADACCUM_INLINE std::string script_of(const StepTrace& trace) {
   const std::string locale_of_c = std::setlocale(LC_ALL, nullptr);
-  const auto locale = std::locale::global(std::locale::classic());  // others write 1,000
+  const auto locale = std::locale::global(std::locale::classic());
   const auto as_before = c10::make_scope_exit([&]() noexcept {
     std::locale::global(locale);
     std::setlocale(LC_ALL, locale_of_c.c_str());
   });
-  const auto without_shapes = graph->copy();
-  torch::jit::EraseShapeInformation(without_shapes);
-  trace.operations = without_shapes->toString(/*print_source_locations=*/false);
-  module.type()->addMethod(module._ivalue()->compilation_unit()->create_function(
-      c10::QualifiedName(*module.type()->name(), "forward"), graph));
+  trace.module.type()->addMethod(trace.module._ivalue()->compilation_unit()->create_function(
+      c10::QualifiedName(*trace.module.type()->name(), "forward"), trace.graph));
   std::ostringstream file;
-  module.save(file);
-  trace.script = std::move(file).str();
-  return trace;
+  trace.module.save(file);
+  return std::move(file).str();
 }
 
 /// Runs the script with operations that autograd records.
@@ -483,9 +393,10 @@ class StepSaver {
       });
       return trace;
     };
-    auto trace = traced();
+    const auto trace = traced();
+    const auto script = script_of(trace);
     const StepComparison comparison(trial, model_, calls.call.batch, calls.call.objective, [&] {
-      return trial.result([&] { return replayed(trace.script, model_, calls.call.batch, trace.loss); });
+      return trial.result([&] { return replayed(script, model_, calls.call.batch, trace.loss); });
     });
     TORCH_CHECK(comparison.wrong.empty(), "save_step: the recorded step must do what the objective does, but ",
                 comparison.wrong,
@@ -500,7 +411,7 @@ class StepSaver {
                 "from one run to the next: pass what changes between runs as a tensor of the batch");
     const auto only_these_rows = why_these_rows(trial, model_, calls, trace, options_);
     if (saved_.only_these_rows.empty()) saved_.only_these_rows = only_these_rows;
-    add(calls.call, trace, only_these_rows.empty());
+    add(calls.call, trace, script, only_these_rows.empty());
   }
 
   /// Writes the folder. An old step there stays whole until the last file is written, and is then removed.
@@ -522,7 +433,7 @@ class StepSaver {
   }
 
  private:
-  void add(const StepCall& call, StepTrace& trace, bool any_rows) {
+  void add(const StepCall& call, const StepTrace& trace, const std::string& script, bool any_rows) {
     GraphDescription graph{"training"};
     graph.batch = layout_text(call.batch);
     if (any_rows) graph.any_rows = layout_text(call.batch, true);
@@ -531,10 +442,10 @@ class StepSaver {
       graph.items = GraphDescription::items_are_rows;
     graph.output = trace.loss.output.defined();
     graph.target = index_of_target(trace.loss, call.batch);
-    const auto crc = crc32_text(crc32(trace.script.data(), trace.script.size()));
-    graph.trace = name_of_graph(step_.graphs.size()) + "." + crc + ".pt";
+    graph.trace = name_of_graph(step_.graphs.size()) + "." + crc_of(script) + ".pt";
+    graph.operations = crc_of(trace.operations);
     saved_.batches.push_back(any_rows ? graph.any_rows : graph.batch);
-    scripts_.push_back(std::move(trace.script));
+    scripts_.push_back(script);
     step_.graphs.push_back(std::move(graph));
   }
 
@@ -560,6 +471,125 @@ GRADACCUM_INLINE SavedStep save_steps(torch::nn::Module& module, const std::vect
   StepSaver saver(module, folder, options);
   for (auto& of_one : calls) saver.add(of_one);
   return saver.write();
+}
+
+/// Finds the graph for a batch, checks it on the first batch of a layout, and runs it.
+class LoadedStep final : public RecordedSteps<CompiledStepReport> {
+ public:
+  LoadedStep(torch::nn::Module& module, const StepSource& source)
+      : steps_(std::make_shared<StepGraphs>("CompiledStep", StepModel(module), source)) {
+    const auto device = steps_->model().device();
+    if (device && has_graphs(*device) && !steps_->waits()) captured_ = capture_steps(module, {});
+  }
+
+  Loss run(std::vector<at::Tensor> batch, c10::function_ref<Loss()> objective) override {
+    if (!at::GradMode::is_enabled()) return objective();  // an evaluation, not a step
+    const auto& model = steps_->model();
+    if (auto modes = model.modes(); modes != modes_) {
+      modes_fit_ = model.text(modes) == steps_->description().modes;
+      modes_ = std::move(modes);
+    }
+    if (!modes_fit_) return eager("other modes: " + model.text(*modes_), objective);
+    if (!model.unchanged())
+      return eager("the model had " + first_difference(steps_->description().model, model.text()), objective);
+    auto& layout = layout_of_batch(batch);
+    if (layout.graph && !layout.checked) check(layout, batch, objective);
+    if (!layout.graph) return eager(layout.why_eager, objective);
+    auto loss = compiled(*layout.graph, batch);
+    add_flops(layout.flops);
+    ++report.compiled;
+    if (captured_) report.replayed = captured_->report.replayed;
+    return loss;
+  }
+
+ private:
+  /// A batch layout seen before.
+  struct Layout {
+    const StepGraph* graph = nullptr;
+    bool checked = false;
+    std::string why_eager = {};   // if there is no graph
+    FlopsByOperation flops = {};  // of the objective
+  };
+
+  /// Runs a graph's code. On a device, captures and replays it, unless it cannot be captured because it copies from the
+  /// CPU or synchronizes.
+  Loss compiled(const StepGraph& graph, const std::vector<at::Tensor>& batch) {
+    const auto run = [&] { return steps_->trained(graph, batch); };
+    if (captured_) try {
+        return captured_->run(batch, run);
+      } catch (const c10::Error& error) {
+        TORCH_WARN("CompiledStep: ", steps_->name(), " runs without graphs: ", error.what_without_backtrace());
+        captured_ = nullptr;
+      }
+    return run();
+  }
+
+  Layout& layout_of_batch(const std::vector<at::Tensor>& batch) {
+    const auto [entry, is_new] = layouts_.try_emplace(layout_key(batch));
+    auto& layout = entry->second;
+    if (!is_new) return layout;
+    layout.graph = steps_->find(batch, [](auto&) { return true; });
+    if (!layout.graph) layout.why_eager = "no graph for " + layout_text(batch);
+    return layout;
+  }
+
+  /// Compares the graph of a layout with the objective. Throws if it is another program; the next batch is then
+  /// compared again. In doubt, warns, and runs the layout's batches by the objective.
+  void check(Layout& layout, const std::vector<at::Tensor>& batch, c10::function_ref<Loss()> objective) const {
+    const UncountedScope hidden_from_others;
+    const FlopCounter counter;
+    const StepTrial trial(steps_->model());
+    const StepComparison comparison(trial, steps_->model(), batch, objective,
+                                    [&] { return steps_->tried(trial, *layout.graph, batch); });
+    const auto& name = steps_->name();
+    TORCH_CHECK(comparison.wrong.empty(), "CompiledStep: ", name, ": the compiled step must do what the objective ",
+                "does, but for ", layout_text(batch), " ", comparison.wrong,
+                ": the objective or the model has changed ",
+                "since the step was saved, or depends on values that are not in tensors; save and compile it again");
+    layout.checked = true;
+    layout.flops = counter.get_flop_counts();
+    const auto doubt = comparison.doubt.empty()
+                           ? other_operations(trial, *layout.graph, batch, objective)
+                           : comparison.doubt + ", which may be rounding or a different computation";
+    if (doubt.empty()) return;
+    layout.graph = nullptr;
+    layout.why_eager = "a doubt about the step for " + layout_text(batch) + ": " + doubt;
+    TORCH_WARN("CompiledStep: ", name, ": the objective runs instead of the compiled step: ", layout.why_eager);
+  }
+
+  /// Returns a text if the objective has other operations or constants than the recorded one. Their values may be equal
+  /// for a batch, as with another bound that it does not reach.
+  std::string other_operations(const StepTrial& trial, const StepGraph& graph, const std::vector<at::Tensor>& batch,
+                               c10::function_ref<Loss()> objective) const try {
+    if (graph.description.operations.empty()) return "";
+    StepTrace trace;
+    trial.result([&](auto&) {
+      trace = trace_of(steps_->model(), {batch, [&] { return objective(); }}, /*constants=*/true);
+      return trace.loss;
+    });
+    return crc_of(trace.operations) == graph.description.operations
+               ? ""
+               : "the objective has other operations or numbers than the recorded one; save and compile it again";
+  } catch (const std::exception& error) {
+    return "the objective cannot be recorded any more: " + first_line(error.what());
+  }
+
+  std::shared_ptr<StepGraphs> steps_;
+  std::shared_ptr<RecordedSteps<GraphedStepReport>> captured_;  // null: code is not captured
+  std::map<std::vector<std::int64_t>, Layout> layouts_;
+  std::optional<StepModes> modes_;  // the last ones, and whether they fit the description
+  bool modes_fit_ = false;
+};
+
+GRADACCUM_INLINE std::shared_ptr<RecordedSteps<CompiledStepReport>> load_step(torch::nn::Module& module,
+                                                                              const std::filesystem::path& folder) {
+  return std::make_shared<LoadedStep>(module, StepSource(folder));
+}
+
+GRADACCUM_INLINE std::shared_ptr<RecordedSteps<CompiledStepReport>> load_step(torch::nn::Module& module,
+                                                                              const InProgram& step) {
+  return std::make_shared<LoadedStep>(module,
+                                      StepSource(step.name, step_in_program(step.name, "CompiledStep"), step_format));
 }
 
 }  // namespace gradaccum::detail

@@ -459,6 +459,7 @@ void for_each_member(Graph& graph, auto&& visit) {
   visit("output", graph.output);
   visit("target", graph.target);
   visit("trace", graph.trace);
+  visit("operations", graph.operations);
   visit("code", graph.code);
   visit("gradients", graph.gradients);
   visit("moved", graph.moved);
@@ -486,6 +487,7 @@ GRADACCUM_INLINE StepDescription step_description(const Manifest& manifest, cons
   const auto fail = [&](const std::string& requirement) { throw std::runtime_error(what + ": " + requirement); };
   const auto read = [&]<class Value>(const std::string& name, Value& to) {
     const auto found = manifest.values.find(name);
+    if (found == manifest.values.end() && name.ends_with(".operations")) return;  // an exported or an earlier step
     if (found == manifest.values.end()) fail("must have a value " + in_quotes(name));
     const auto* const value = std::get_if<Value>(&found->second);
     if (!value) fail("the value " + in_quotes(name) + " must be of another type");
