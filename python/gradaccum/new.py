@@ -9,6 +9,17 @@ import gradaccum
 
 HERE = pathlib.Path(__file__).parent
 TEMPLATES = next(folder for folder in (HERE / "templates", HERE.parents[1] / "examples/templates") if folder.is_dir())
+BUILD_FILE = """cmake_minimum_required(VERSION 3.25)
+set(CMAKE_BUILD_TYPE Release CACHE STRING "Release or Debug")
+project({name} LANGUAGES CXX)
+{gradaccum}
+add_executable({name} {name}.cpp)
+target_compile_features({name} PRIVATE cxx_std_20)
+target_link_libraries({name} PRIVATE gradaccum::compiled)
+"""
+FETCHED = """include(FetchContent)
+FetchContent_Declare(gradaccum GIT_REPOSITORY "{repository}" GIT_TAG "{tag}")
+FetchContent_MakeAvailable(gradaccum)"""
 
 
 def names_of_templates():
@@ -28,19 +39,14 @@ def arguments_of_command():
     return arguments
 
 
-def build_file(repository, tag):
-    """Returns the text of CMakeLists.txt, which fetches gradaccum if it is given a repository."""
-    text = (TEMPLATES / "CMakeLists.txt").read_text()
-    text = text.replace('(GRADACCUM_REPOSITORY ""', f'(GRADACCUM_REPOSITORY "{repository}"')
-    return text.replace('(GRADACCUM_TAG "main"', f'(GRADACCUM_TAG "{tag}"')
-
-
 def main():
     arguments = arguments_of_command()
     folder, template = arguments.folder, arguments.template
     folder.mkdir(parents=True)
     (folder / f"{template}.cpp").write_bytes((TEMPLATES / f"{template}.cpp").read_bytes())
-    (folder / "CMakeLists.txt").write_text(build_file(arguments.repository, arguments.tag))
+    fetched = FETCHED.format(repository=arguments.repository, tag=arguments.tag)
+    gradaccum_found = fetched if arguments.repository else "find_package(gradaccum 0.1 REQUIRED)"
+    (folder / "CMakeLists.txt").write_text(BUILD_FILE.format(name=template, gradaccum=gradaccum_found))
     prefix = None if arguments.repository else gradaccum.prefix()
     found = f" -DCMAKE_PREFIX_PATH={shlex.quote(str(prefix))}" if prefix else ""
     name = shlex.quote(str(folder))

@@ -62,8 +62,8 @@ if(text MATCHES "must be a clone of gradaccum's repository") # an archive of the
   message(STATUS "no clone: bootstrap.sh new is not tested")
 else()
   expect("A new program" "${text}" "mine has ppo[.]cpp and CMakeLists[.]txt.*cmake -S mine -B mine/build\n.*mine/build/ppo --help\n")
-  file(STRINGS "${WHERE}/mine/CMakeLists.txt" lines REGEX "^set.GRADACCUM_")
-  expect("A new program's CMakeLists.txt" "${lines}" "set.GRADACCUM_REPOSITORY \"[^\"]+\" CACHE.*set.GRADACCUM_TAG \"[0-9a-f]+\" CACHE")
+  file(READ "${WHERE}/mine/CMakeLists.txt" lines)
+  expect("A new program's CMakeLists.txt" "${lines}" "GIT_REPOSITORY \"[^\"]+\" GIT_TAG \"[0-9a-f]+\".*add_executable[(]ppo ppo.cpp")
   execute_process(COMMAND "${CMAKE_COMMAND}" -E compare_files "${SOURCE}/examples/templates/ppo.cpp" "${WHERE}/mine/ppo.cpp"
     COMMAND_ERROR_IS_FATAL ANY)
   new_program(mine --template ppo)

@@ -772,7 +772,8 @@ class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
   void check_graph(std::size_t number) const {
     const auto& graph = description_.graphs[number];
     const auto what = name_ + ": " + name_of_graph(number);
-    TORCH_CHECK(!graph.code.empty(), owner_, ": ", what, " must be compiled first: run gradaccum-compile-step");
+    TORCH_CHECK(!graph.code.empty(), owner_, ": ", what,
+                " must be compiled first: run gradaccum-compile-step on this folder");
     TORCH_CHECK(processor_has(graph.capability), owner_, ": ", what, " is compiled for processors with ",
                 graph.capability, ", which this one lacks: compile it with --capability AVX2, or on this machine");
     TORCH_CHECK(graph.gradients.size() == model_.parameters.size() && graph.moved.size() == model_.buffers.size(),
