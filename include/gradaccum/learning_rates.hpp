@@ -17,6 +17,8 @@
 
 namespace gradaccum {
 
+class Archive;
+
 /// Sets the learning rate of an optimizer in all its parameter groups.
 ///
 ///     ga::LearningRates rates(optimizer);
@@ -55,6 +57,9 @@ class LearningRates {
 
   /// Returns the first group's rate.
   double current() const { return groups()[0].options().get_lr(); }
+
+  /// Saves or loads the ratios of groups that were added later, whose loaded rates do not show them.
+  void state(Archive& archive);
 
  private:
   using Groups = std::function<std::vector<optim::ParamGroupRef>()>;

@@ -94,6 +94,30 @@ TEST_CASE("LearningRates: a group that is added later counts as if it had existe
   CHECK(rates_of(*sgd) == Rates{0.1, 0.1, 0.4});
 }
 
+TEST_CASE("LearningRates: a state has the ratios of groups that were added later") {
+  const auto with_later_group = [](ga::Archive& archive, bool has_state) {
+    const auto sgd = sgd_with({0.5});
+    ga::LearningRates rates(*sgd);
+    rates.set(0.05);
+    sgd->add_param_group({{parameter()}, std::make_unique<SGDOptions>(0.25)});
+    if (archive.loading()) sgd->param_groups()[1].options().set_lr(0.025);  // as it was when the state was saved
+    if (has_state) archive("rates", rates);
+    rates.set(0.1);
+    return rates_of(*sgd);
+  };
+  ga::Archive saved;
+  CHECK(with_later_group(saved, true) == Rates{0.1, 0.05});
+  ga::Archive loading(saved.values());
+  CHECK(with_later_group(loading, true) == Rates{0.1, 0.05});
+  CHECK(with_later_group(loading, false)[1] == Approx(0.005));
+
+  const auto sgd = sgd_with({0.5, 1});  // whose ratio is the program's
+  ga::LearningRates rates(*sgd);
+  ga::Archive(saved.values())("rates", rates);
+  rates.set(0.1);
+  CHECK(rates_of(*sgd) == Rates{0.1, 0.2});
+}
+
 TEST_CASE("LearningRates: invalid rates change nothing") {
   const auto sgd = sgd_with({0.5, 1});
   ga::LearningRates rates(*sgd);

@@ -6,7 +6,9 @@
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/optim/sgd.hpp>
 #include <gradaccum/replicas.hpp>
+#include <gradaccum/training_state.hpp>
 
+#include "support/files.hpp"
 #include "support/models.hpp"
 #include "support/ranks.hpp"
 
@@ -219,6 +221,92 @@ TEST_CASE("Replicas: an overflow on one rank counts on all, and no parameter cha
     }
   });
   CHECK(scales[0] == scales[1]);
+}
+
+TEST_CASE("Replicas: a rank without a batch decides like the others, with a window of several micro-batches") {
+  auto ranks = make_ranks(2, 2);
+  std::vector<std::int64_t> rejected(2);
+  tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+    const auto number = static_cast<std::size_t>(group.rank());
+    auto& rank = ranks[number];
+    auto& optimizer = *rank.optimizer;
+    ga::Replicas replicas(group, rank.model, optimizer);
+    ga::AmpScaler scaler({.init_scale = 8});
+    const auto close = [&] {
+      if (optimizer.ready()) {
+        scaler.unscale_(optimizer);
+        if (optimizer.updates() == 2) optimizer.gradients().reject();
+      }
+      rejected[number] += scaler.step(optimizer) == ga::StepResult::rejected;
+      scaler.update();
+      optimizer.zero_grad();
+    };
+    for (int i = 0; i < (number == 0 ? 6 : 4); ++i) {
+      const auto x = torch::ones({2, 4}, at::kDouble);
+      optimizer.backward(scaler.scale(ga::Loss{rank.model->forward(x).square().mean(), 2}));
+      close();
+    }
+    while (replicas.others_continue()) {
+      TORCH_CHECK(optimizer.ready());
+      close();
+      TORCH_CHECK(!optimizer.ready());
+    }
+    replicas.check_equal();
+  });
+  CHECK(rejected == std::vector<std::int64_t>{1, 1});
+}
+
+TEST_CASE("Replicas: a parameter that is frozen on some ranks only is an error with its number") {
+  for (const bool idle : {false, true}) {
+    auto ranks = make_ranks(2, 1);
+    std::vector<std::string> errors(2);
+    tests::as_ranks(2, [&](const ga::ProcessGroup& group) {
+      const auto number = static_cast<std::size_t>(group.rank());
+      auto& rank = ranks[number];
+      ga::Replicas replicas(group, rank.model, *rank.optimizer, {.overlap = idle});
+      try {
+        rank.backward(make_batches({2})[0]);
+        if (number == 0) rank.model->parameters()[0].set_requires_grad(false);
+        if (!idle || number == 0) rank.backward(make_batches({2})[0]);
+        while (replicas.others_continue()) rank.optimizer->step();
+      } catch (const c10::Error& error) {
+        errors[number] = error.what_without_backtrace();
+      }
+    });
+    for (auto& error : errors) CHECK(testing::contains(error, ") is frozen on 1 of 2 ranks"));
+    CHECK(testing::contains(errors[1], "parameter 0 (shape "));
+  }
+}
+
+TEST_CASE("Replicas: a state inside a window is as many ranks' if all their values are equal") {
+  struct Training {
+    Rank& rank;
+    ga::Replicas& replicas;
+    auto peers() const { return replicas.peers(); }
+    std::int64_t updates() const { return rank.optimizer->updates(); }
+    void state(ga::Archive& archive) { archive("optimizer", ga::OptimizerState(*rank.optimizer, rank.model)); }
+  };
+  auto ranks = make_ranks(3, 2);
+  const Directory directory;
+  const auto with_training = [&](int world_size, const auto& body) {
+    tests::as_ranks(world_size, [&](const ga::ProcessGroup& group) {
+      auto& rank = ranks[static_cast<std::size_t>(group.rank())];
+      ga::Replicas replicas(group, rank.model, *rank.optimizer, {.seed_by_rank = false});
+      Training training{rank, replicas};
+      body(rank, training);
+      rank.optimizer->discard();
+    });
+  };
+  with_training(2, [&](Rank& rank, Training& training) {
+    rank.backward(make_batches({2})[0]);
+    ga::save(directory / "states", training);
+  });
+  with_training(2, [&](Rank& rank, Training& training) {
+    ga::load(directory / "states", training);
+    TORCH_CHECK(rank.optimizer->micro_steps() == 1);
+  });
+  REQUIRE_ERROR("was saved by 2 rank(s) in the middle of a window",
+                with_training(3, [&](Rank&, Training& training) { ga::load(directory / "states", training); }));
 }
 
 TEST_CASE("Replicas: sums in float32 of 16-bit gradients, frozen, shared, empty and 0-dim parameters") {

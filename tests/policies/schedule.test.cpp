@@ -236,3 +236,37 @@ TEST_CASE("Schedule: with allow_changes, the first update has the new rate") {
   CHECK(first_rate(0.5, {.updates = 2}) == 0.5);
   CHECK(first_rate(0.25, {.updates = 4, .resume = directory / "states", .allow_changes = true}) == 0.25);
 }
+
+TEST_CASE("Schedule: a parameter group that was added during training keeps its ratio in a resumed fit") {
+  struct AddsGroup {
+    torch::optim::SGD& sgd;
+    at::Tensor parameter;
+    void on_epoch_begin(std::int64_t epoch) const {
+      if (epoch < 1 || sgd.param_groups().size() > 1) return;
+      sgd.add_param_group({{parameter}, std::make_unique<torch::optim::SGDOptions>(0.2)});
+    }
+  };
+  const Directory directory;
+  const auto rates_after = [&](std::int64_t updates, const char* resume, bool before_fit) {
+    torch::nn::Linear model(4, 1);
+    torch::optim::SGD sgd(std::vector<at::Tensor>{model->weight}, 1);
+    const AddsGroup adds{sgd, model->bias};
+    ga::Trainer trainer(
+        model, sgd, [](auto& net, auto& batch) { return net->forward(batch.data).mean(); }, adds,
+        ga::Schedule{[](std::int64_t update) { return 1.0 / static_cast<double>(1 + update); }},
+        ga::SaveState{.directory = directory / "states"});
+    if (before_fit) adds.on_epoch_begin(1);
+    trainer.fit(rows(), {.updates = updates, .resume = resume});
+    std::vector<double> rates;
+    for (auto& group : sgd.param_groups()) rates.push_back(group.options().get_lr());
+    return rates;
+  };
+  for (const bool before_fit : {false, true}) {
+    const auto wanted = rates_after(42, "", false);
+    CHECK(wanted[1] == Approx(0.2 * wanted[0]));
+    std::filesystem::remove_all(directory / "states");
+    rates_after(40, "", false);  // the second epoch begins after update 38
+    CHECK(rates_after(42, (directory / "states").c_str(), before_fit) == wanted);
+    std::filesystem::remove_all(directory / "states");
+  }
+}

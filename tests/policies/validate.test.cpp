@@ -565,6 +565,24 @@ TEST_CASE("Validate: a limit within an epoch evaluates once, and validations tha
   CHECK_FALSE(report.validations.back().due);
 }
 
+TEST_CASE("Validate: a fit that is run again with the same limit does not repeat its last validation") {
+  const Directory directory;
+  const auto run = [&](std::int64_t updates) {
+    Scene scene;
+    ga::Trainer trainer(scene.model, scene.adam, objective, ga::Accumulate{.steps = 2}, ga::Validate(scene.validation),
+                        ga::SaveState{.directory = directory / "states"});
+    return trainer.fit(scene.batches, {.updates = updates, .resume = directory / "states"});
+  };
+  for (int times = 0; times < 2; ++times) {
+    const auto report = run(6);  // the limit is at the end of the second epoch, which a later fit may end
+    CHECK(updates_of(report) == Updates{3, 6});
+    CHECK_FALSE(report.validations.back().due);
+  }
+  const auto report = run(9);
+  CHECK(updates_of(report) == Updates{3, 6, 9});
+  CHECK(report.validations[1].due);  // it has replaced the one that was not
+}
+
 TEST_CASE("EarlyStopping, SaveState: the metric determines which value is better") {
   const Directory directory;
   Scene scene;

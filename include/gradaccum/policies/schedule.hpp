@@ -46,11 +46,11 @@ class Schedule {
       TORCH_CHECK(!rate_.empty(), "Schedule: rates by name must name an optimizer, got none");
       for (auto& [optimizer, rate] : rate_) {
         TORCH_CHECK(rate, "Schedule: the rate of ", optimizer, " must be a function, got an empty one");
-        named_.emplace(optimizer, trainer.learning_rates(optimizer));
+        rates_.emplace(optimizer, trainer.learning_rates(optimizer));
         trainer.will_set_learning_rate(optimizer);
       }
     } else {
-      rates_ = trainer.learning_rates();
+      rates_.emplace("all", trainer.learning_rates());
       trainer.will_set_learning_rate();
     }
     trainer.when_built([this] { set(trainer_->updates()); });
@@ -71,6 +71,8 @@ class Schedule {
     auto at = archive.loading() ? std::nullopt : std::optional(trainer_->updates());
     archive("epoch_begin", begin);  // empty between epochs
     archive("updates", at);         // a part without any value would be ignored if changes are allowed
+    for (auto& [optimizer, rates] : rates_)
+      if (!archive.loading() || archive.has(optimizer)) archive(optimizer, rates);  // earlier states have none
     if (!archive.loading()) return;
     TORCH_CHECK(begin || !in_fit || trainer_->progress().batch == 0,
                 "Schedule: .total must be given to resume in the middle of an epoch, as it was in the saved run");
@@ -99,21 +101,20 @@ class Schedule {
   }
   void set(std::int64_t update) {
     if constexpr (by_name) {
-      for (auto& [optimizer, rate] : rate_) named_.at(optimizer).set(rate(update));
+      for (auto& [optimizer, rate] : rate_) rates_.at(optimizer).set(rate(update));
       return;
     } else if constexpr (has_total) {
       if (takes_total()) {
         auto whole = rate_;
         whole.total = std::max<std::int64_t>(total_.value_or(std::numeric_limits<std::int64_t>::max()), 1);
-        return rates_.value().set(whole(update));
+        return rates_.at("all").set(whole(update));
       }
     }
-    if constexpr (!by_name) rates_.value().set(rate_(update));
+    if constexpr (!by_name) rates_.at("all").set(rate_(update));
   }
 
   Rate rate_;
-  std::optional<LearningRates> rates_;
-  std::map<std::string, LearningRates> named_;  // in place of it, for rates by name
+  std::map<std::string, LearningRates> rates_;  // by optimizer, or of all
   const TrainerBase* trainer_ = nullptr;
   std::optional<std::int64_t> total_, epoch_begin_;  // updates, for a rate whose total is not set
 };

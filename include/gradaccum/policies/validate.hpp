@@ -96,12 +96,7 @@ class Validate {
     trained_ = true;
     due_ = due_ || trainer_->progress().options.smoke;
   }
-  void on_epoch_end(std::int64_t epoch) {
-    // An epoch that a limit has cut short is not over: a later fit trains with the rest.
-    const auto& progress = trainer_->progress();
-    const bool is_cut = progress.stopped || (progress.options.updates && progress.updates >= *progress.options.updates);
-    due_ = due_ || (!is_cut && is_due_after(epoch));
-  }
+  void on_epoch_end(std::int64_t epoch) { due_ = due_ || is_due_after(epoch); }
   void before_boundary() {
     const bool due = std::exchange(due_, false) || was_due();
     if ((!due && !at_end()) || is_known(due)) return;
@@ -115,7 +110,10 @@ class Validate {
     if constexpr (requires { batches_.load_state(typename Bare::State()); })
       batches_.load_state(typename Bare::State());
   }
+  /// An epoch that a limit has cut short is not over: a later fit trains with the rest.
   bool is_due_after(std::int64_t epoch) const {
+    const auto& progress = trainer_->progress();
+    if (progress.stopped || (progress.options.updates && progress.updates >= *progress.options.updates)) return false;
     return (options.every_epochs || !options.every_updates) && (epoch + 1) % options.every_epochs.value_or(1) == 0;
   }
   /// Returns true after loading a state that was saved when a signal interrupted an evaluation.

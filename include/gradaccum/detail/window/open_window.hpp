@@ -97,7 +97,7 @@ class OpenWindow {
 
   std::int64_t micro_steps() const { return now_.count() - now_.in_hand; }
   bool in_hand() const { return now_.in_hand; }
-  bool ready() const { return micro_steps() + 1 >= now_.counter.steps(); }
+  bool ready() const { return now_.closing_with_others || micro_steps() + 1 >= now_.counter.steps(); }
   bool closes_with_others() const { return now_.closing_with_others; }
   bool full() const { return now_.full(); }
   bool scaled() const { return now_.scaled; }  ///< the losses were multiplied by a loss scaler

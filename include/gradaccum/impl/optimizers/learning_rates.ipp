@@ -4,6 +4,7 @@
 
 #include <gradaccum/learning_rates.hpp>
 
+#include <gradaccum/archive.hpp>
 #include <gradaccum/detail/types/types.hpp>
 
 #include <c10/util/Exception.h>
@@ -66,6 +67,16 @@ GRADACCUM_INLINE void LearningRates::set(double rate) {
                 ratio);
   const auto groups = this->groups();
   for (std::size_t i = 0; i < ratios_.size(); ++i) groups[i].options().set_lr(rate * ratios_[i]);
+}
+
+/// Groups that were there before any rate was set keep the program's ratio.
+GRADACCUM_INLINE void LearningRates::state(Archive& archive) {
+  const auto known = static_cast<std::ptrdiff_t>(ratios_.size());
+  follow();
+  auto ratios = ratios_;
+  archive("ratios", ratios);
+  if (!archive.loading()) return;
+  archive.when_all_fit([=, this] { std::copy(ratios.begin() + known, ratios.end(), ratios_.begin() + known); });
 }
 
 GRADACCUM_INLINE void LearningRates::reduce(double factor, double least, double eps) {

@@ -214,6 +214,12 @@ class GradientExchange : public GradReadyListener {
       if (bucket_of_[index] && has_own(index)) return true;
     return false;
   }
+  /// Returns 1 for each parameter that had requires_grad = false when the exchange began.
+  std::vector<double> frozen() const {
+    std::vector<double> frozen;
+    for (auto& bucket : bucket_of_) frozen.push_back(!bucket);
+    return frozen;
+  }
   /// Returns 1 for each parameter that has had a gradient in this window on this rank.
   std::vector<double> used() const {
     auto used = used_;
@@ -711,7 +717,8 @@ GRADACCUM_INLINE void ReplicaCommunicator::backward(const std::shared_ptr<Window
 GRADACCUM_INLINE void ReplicaCommunicator::run_round(WindowGradients& window, const std::function<void()>& run) {
   connections_->begin_exchange(exchange_.get());
   at::Tensor sums;
-  const auto pending = begin_sums(sums, {.running = 1, .used = std::vector<double>(exchange_->parameters().size())});
+  const std::vector<double> none(exchange_->parameters().size());
+  const auto pending = begin_sums(sums, {.running = 1, .used = none, .frozen = exchange_->frozen()});
   announced_ = true;
   window.set_elsewhere();
   exchange_->begin_round();
@@ -835,9 +842,15 @@ GRADACCUM_INLINE WindowTotals ReplicaCommunicator::agree(const std::shared_ptr<W
   own.weight = window->items();
   own.active = active ? 1 : 0;
   own.rejected = static_cast<double>(rejected_);
-  own.used = exchange_->used();
+  own.used = exchange_->used(), own.frozen = exchange_->frozen();
   own.unsent = exchange_->has_unsent() ? 1 : 0;
   auto all = sums_of_all(own);
+  for (std::size_t i = 0; i < own.frozen.size(); ++i)  // before a bucket of another size is sent
+    TORCH_CHECK(all.frozen[i] == own.frozen[i] * world_size(),
+                "Replicas: all ranks must train the same parameters in a window, but parameter ", i, " (shape ",
+                exchange_->parameters()[i].sizes(), ") is frozen on ", all.frozen[i], " of ", world_size(),
+                " ranks: change requires_grad before the same window on all ranks, also in the loop over "
+                "others_continue()");
   while (all.running > 0) {
     window->set_elsewhere();
     exchange_->send_round();

@@ -99,8 +99,17 @@ GRADACCUM_INLINE std::filesystem::path of_rank_0(const Communicator* peers,
   return path_of_first(peers, found);
 }
 
+inline constexpr auto world_size_name = "rank_0.world_size";  // no part's: rank 0's values have no rank in their names
+
 /// Returns how many ranks saved a state and how many load it, with its values that are not tensors.
-GRADACCUM_INLINE Archive::Ranks ranks_of(const Archive::Values& values, const Communicator* peers) {
+GRADACCUM_INLINE Archive::Ranks ranks_of(Archive::Values& values, const Communicator* peers) {
+  std::int64_t saved = 1;  // a state without a number of ranks has values of each, if they are not equal
+  for (const auto* const name : {world_size_name, "data_parallel.world_size"}) {
+    const auto told = values.find(name);
+    const auto* const number = told == values.end() ? nullptr : std::get_if<std::int64_t>(&told->second);
+    if (number && *number < 1 << 20) saved = std::max(saved, *number);  // a damaged state may have any number
+  }
+  values.erase(world_size_name);
   Archive::Ranks ranks{.loading = peers ? peers->world_size() : 1};
   std::string last;
   for (auto& [name, value] : values) {
@@ -110,9 +119,7 @@ GRADACCUM_INLINE Archive::Ranks ranks_of(const Archive::Values& values, const Co
     ranks.saved += rank != last;
     last = rank;
   }
-  const auto told = values.find("data_parallel.world_size");  // values equal on all ranks name no rank
-  const auto* const number = told == values.end() ? nullptr : std::get_if<std::int64_t>(&told->second);
-  if (number && *number < 1 << 20) ranks.saved = std::max(ranks.saved, *number);  // a damaged state may have any number
+  ranks.saved = std::max(ranks.saved, saved);
   return ranks;
 }
 
@@ -200,6 +207,7 @@ GRADACCUM_INLINE StateWriter::StateWriter(const std::filesystem::path& directory
     return references_to(training);
   });
   if (peers) peers->gather(archive_);
+  if (rank_ == 0 && world_size_ > 1) archive_(world_size_name, std::int64_t{world_size_});
   for (auto& [name, value] : archive_.values())
     TORCH_CHECK(peers || !PieceName::of(name), "save: ", name,
                 " is a shard of one rank; give the training its peers(), and save on all ranks");
