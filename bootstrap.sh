@@ -29,7 +29,7 @@ usage: ./bootstrap.sh demo [ARGUMENT...]      train on FashionMNIST: batches of 
                                               seconds; build/rl/page.html has curves, and frames before and after
        ./bootstrap.sh new FOLDER [--template NAME]
                                               begin a program of your own, as gradaccum-new does: a folder with one of
-                                              examples/templates and its CMakeLists.txt, ready to build; own_loop and
+                                              examples/templates and a CMakeLists.txt, ready to build; own_loop and
                                               trainer are plain trainings, ppo learns by reinforcement, gan has two
                                               networks, and finetune_exported trains a model that Python exported
        ./bootstrap.sh test                    build and run the core of the tests: the library's modules on the CPU, a

@@ -81,7 +81,7 @@ int main(int argc, char** argv) try {
   torch::manual_seed(argc > 3 ? std::stoull(argv[3]) : 1);
   Training training;
   if (torch::cuda::is_available()) training.agent.to(torch::kCUDA);
-  const auto steps = argc > 2 ? std::stoll(argv[2]) : hyper.total_timesteps;
+  const auto steps = argc > 2 ? std::int64_t(std::stod(argv[2])) : hyper.total_timesteps;
   if (std::filesystem::exists(folder + "/step"))
     train_with_page(training, ga::CompiledStep(training.agent, objective, folder + "/step"), steps, folder);
   else

@@ -8,6 +8,7 @@
 #include <c10/util/FunctionRef.h>
 #include <c10/util/StringUtil.h>
 
+#include <array>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
@@ -24,6 +25,13 @@
 
 namespace gradaccum {
 
+namespace detail {
+template <class T, class A>
+requires(!std::is_same_v<T, bool>) void element_of(const std::vector<T, A>&);
+template <class T, std::size_t size>
+void element_of(const std::array<T, size>&);
+}  // namespace detail
+
 /// Named values, saved and loaded by the same function: `state(Archive&)`.
 ///
 ///     struct Counter {
@@ -35,10 +43,10 @@ namespace gradaccum {
 ///     ga::Archive(saved.values())("counter", other);       // other.count == 3
 ///
 /// A value is a number, flag, string or tensor, a `std::optional` of these, a part that has `state(Archive&)`, or a
-/// `std::vector` or `std::array` of values, whose size must be the saved one. Tensors are copied when saved, and loaded
-/// tensors are new. Throws if a name is used twice or missing, or if its value has another type or is out of range.
-/// Values that were loaded before remain: a part that must not be half-loaded loads into local variables first, or
-/// defers its changes with `when_all_fit`. Does not synchronize.
+/// `std::vector` or `std::array` of these without tensors, whose size must be the saved one. Tensors are copied when
+/// saved, and loaded tensors are new. Throws if a name is used twice or missing, or if its value has another type or is
+/// out of range. Values that were loaded before remain: a part that must not be half-loaded loads into local variables
+/// first, or defers its changes with `when_all_fit`. Does not synchronize.
 class Archive {
  public:
   using Value = std::variant<bool, std::int64_t, double, std::string, at::Tensor>;
@@ -60,7 +68,7 @@ class Archive {
       part(name, [&] { value.state(*this); });
     else if constexpr (requires { value.has_value(); })
       optional(name, value);
-    else if constexpr (requires { value.size(), value.begin(); } && !std::is_same_v<std::decay_t<T>, std::string>)
+    else if constexpr (requires { detail::element_of(value); })
       part(name, [&] { sequence(value); });
     else
       convertible(name, value);
@@ -142,7 +150,13 @@ class Archive {
 
   template <class Sequence>
   void sequence(Sequence& values) {
-    setting("size", std::ssize(values));
+    static_assert(!std::is_same_v<std::decay_t<decltype(values[0])>, at::Tensor>,
+                  "Archive: loading would exchange the tensors of a vector, not those that they are copies of: save "
+                  "ga::ModelState for a model's parameters, or use Archive::tensors");
+    const auto size = std::ssize(values);
+    auto saved = size;
+    (*this)("size", saved);
+    if (saved != size) does_not_fit("size", c10::str(saved, ", where the program has ", size));
     for (std::size_t i = 0; i < values.size(); ++i) (*this)(std::to_string(i), values[i]);
   }
 

@@ -820,6 +820,25 @@ TEST_CASE("A changed number of the objective is noticed where results are still 
   CHECK(reads.why_eager.begin()->first.find("cannot be recorded any more") != std::string::npos);
 }
 
+TEST_CASE("Settings of cuDNN and strides are no change of the objective", "[compiled_step]") {
+  const auto before = at::globalContext().benchmarkCuDNN();
+  at::globalContext().setBenchmarkCuDNN(!before);
+  const auto as_before = c10::make_scope_exit([&] { at::globalContext().setBenchmarkCuDNN(before); });
+  auto convolutions = convolutional();
+  ga::CompiledStep of_images(convolutions, plain_loss<Convolutional>, in_convolutional);
+  of_images(images(6)).backward();
+  CHECK(of_images.report().eager == 0);
+
+  auto net = perceptron();
+  const auto loss = [](auto& model, const Batch& batch) {
+    return counted_loss(model, Batch(batch.first.contiguous(), batch.second));
+  };
+  ga::CompiledStep step(net, loss, in_perceptron);
+  const auto wide = torch::randn({8, 12});
+  step(Batch(wide.slice(1, 0, 12, 2), rows_of_six(8).second)).backward();
+  CHECK(step.report().eager == 0);
+}
+
 TEST_CASE("A step runs for any number of rows, each checked once", "[compiled_step]") {
   auto net = perceptron();
   int runs = 0;

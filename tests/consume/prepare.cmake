@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# Installs gradaccum to WHERE/prefix, copies the examples to WHERE/copied_out, begins a program with a template there, and makes the archive WHERE/release.tar.gz
-# of the files that git tracks, for the consumers to use.
+# Installs gradaccum to WHERE/prefix, copies the examples to WHERE/copied_out, begins a program with a template there,
+# and makes the archive WHERE/release.tar.gz of the files that git tracks, for the consumers to use.
 
 file(REMOVE_RECURSE "${WHERE}/prefix" "${WHERE}/copied_out" "${WHERE}/release.tar.gz")
 execute_process(COMMAND "${CMAKE_COMMAND}" --install "${BUILD}" --prefix "${WHERE}/prefix" COMMAND_ERROR_IS_FATAL ANY)

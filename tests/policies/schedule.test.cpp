@@ -4,6 +4,7 @@
 #include <gradaccum/data/length_buckets.hpp>
 #include <gradaccum/data/prefetch.hpp>
 #include <gradaccum/data/tensor_batches.hpp>
+#include <gradaccum/optim/multi_optimizer.hpp>
 #include <gradaccum/policies/data_parallel.hpp>
 #include <gradaccum/trainer.hpp>
 
@@ -268,5 +269,29 @@ TEST_CASE("Schedule: a parameter group that was added during training keeps its 
     rates_after(40, "", false);  // the second epoch begins after update 38
     CHECK(rates_after(42, (directory / "states").c_str(), before_fit) == wanted);
     std::filesystem::remove_all(directory / "states");
+  }
+}
+
+TEST_CASE("Schedule: a state of another kind of schedule loads") {
+  const Directory directory;
+  const auto rate_after = [&](std::int64_t updates, auto schedule, auto& optimizer, torch::nn::Linear& model) {
+    ga::Trainer trainer(
+        model, optimizer, [](auto& net, auto& batch) { return net->forward(batch.data).mean(); }, std::move(schedule),
+        ga::SaveState{.directory = directory / "states"});
+    trainer.fit(rows(), {.updates = updates, .resume = directory / "states"});
+    return optimizer.param_groups()[0].options().get_lr();
+  };
+  for (const bool first_by_name : {false, true}) {
+    std::filesystem::remove_all(directory / "states");
+    const auto run = [&](bool by_name, std::int64_t updates) {
+      torch::nn::Linear model(4, 1);
+      torch::optim::SGD sgd(model->parameters(), 1);
+      ga::optim::MultiOptimizer optimizer(sgd);
+      const ga::lr::Constant rate{.peak = by_name ? 0.5 : 0.25};
+      if (by_name) return rate_after(updates, ga::Schedule{ga::lr::ByName{{"SGD", rate}}}, optimizer, model);
+      return rate_after(updates, ga::Schedule{rate}, optimizer, model);
+    };
+    run(first_by_name, 3);
+    CHECK(run(!first_by_name, 5) == (first_by_name ? 0.25 : 0.5));
   }
 }

@@ -72,8 +72,9 @@ class Schedule {
     archive("epoch_begin", begin);  // empty between epochs
     archive("updates", at);         // a part without any value would be ignored if changes are allowed
     for (auto& [optimizer, rates] : rates_)
-      if (!archive.loading() || archive.has(optimizer)) archive(optimizer, rates);  // earlier states have none
+      if (const auto part = "rates." + optimizer; !archive.loading() || archive.has(part)) archive(part, rates);
     if (!archive.loading()) return;
+    archive.leave_out("rates");  // of another kind of schedule
     TORCH_CHECK(begin || !in_fit || trainer_->progress().batch == 0,
                 "Schedule: .total must be given to resume in the middle of an epoch, as it was in the saved run");
     archive.when_all_fit([this, begin, in_fit, anew = archive.changes_allowed()] {

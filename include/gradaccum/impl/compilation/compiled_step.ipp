@@ -21,7 +21,7 @@
 #include <c10/util/ScopeExit.h>
 #include <torch/csrc/jit/api/module.h>
 #include <torch/csrc/jit/frontend/tracer.h>
-#include <torch/csrc/jit/passes/shape_analysis.h>
+#include <torch/csrc/jit/ir/constants.h>
 #include <torch/csrc/jit/serialization/import.h>
 #include <torch/library.h>
 
@@ -142,12 +142,71 @@ class StepComparison {
   bool is_counted_ = false;  // by a FlopCounter, in the first comparison
 };
 
+/// A graph's operations and constants as a text, to compare two traces.
+///
+/// Leaves out what differs between traces of one program: the index of a device, cuDNN's settings, which LibTorch reads
+/// when a convolution is called, and `contiguous`, which is recorded only if it copies.
+class OperationsText {
+ public:
+  explicit OperationsText(const torch::jit::Graph& graph) {
+    text_.imbue(std::locale::classic());  // others write 1,000
+    for (const auto* const input : graph.inputs()) number(input);
+    add(*graph.block());
+  }
+  std::string text() const { return text_.str(); }
+
+ private:
+  void number(const torch::jit::Value* value) { numbers_.emplace(value, next_++); }
+
+  void add(const torch::jit::Block& block) {
+    for (const auto* const node : block.nodes()) {
+      if (node->kind() == c10::prim::Constant) continue;
+      if (const auto same = numbers_.find(node->kind() == c10::aten::contiguous ? node->input(0) : nullptr);
+          same != numbers_.end()) {
+        numbers_.emplace(node->output(), same->second);
+        continue;
+      }
+      text_ << node->kind().toQualString();
+      const bool convolution = node->kind() == c10::aten::_convolution;  // from the tenth, inputs are cuDNN's settings
+      for (const auto* const input : convolution ? node->inputs().slice(0, 9) : node->inputs()) add(*input);
+      text_ << '\n';
+      for (const auto* const output : node->outputs()) number(output);
+      for (const auto* const inner : node->blocks()) add(*inner);
+    }
+    for (const auto* const output : block.outputs()) add(*output);
+    text_ << '\n';
+  }
+
+  void add(const torch::jit::Value& value) {
+    const auto constant = torch::jit::toIValue(&value);
+    if (!constant)
+      text_ << " %" << numbers_.at(&value);
+    else if (constant->isDevice())
+      text_ << ' ' << constant->toDevice().type();
+    else if (constant->isTensor() && constant->toTensor().defined())
+      text_ << ' ' << constant->toTensor().toString() << constant->toTensor().sizes() << ' '
+            << crc_of_elements(constant->toTensor());
+    else
+      text_ << ' ' << *constant;
+  }
+
+  static std::uint32_t crc_of_elements(const at::Tensor& tensor) {
+    if (tensor.layout() != at::kStrided) return 0;
+    const auto elements = tensor.detach().cpu().contiguous();
+    return crc32(elements.const_data_ptr(), elements.nbytes());
+  }
+
+  std::ostringstream text_;
+  std::map<const torch::jit::Value*, std::size_t> numbers_;
+  std::size_t next_ = 0;
+};
+
 /// A forward pass as a graph: a function of parameters, buffers and the batch's tensors, in this order. It returns the
 /// loss, and its output and target if it has them.
 struct StepTrace {
   torch::jit::Module module{"step"};
   std::shared_ptr<torch::jit::Graph> graph;
-  std::string operations;   ///< the graph as text without shapes, to compare constants of two traces
+  std::string operations;   ///< `OperationsText` of the graph
   Loss loss{at::Tensor()};  ///< values of the traced run
 };
 
@@ -306,12 +365,7 @@ GRADACCUM_INLINE StepTrace trace_of(const StepModel& model, const StepCall& call
               "save_step: the loss's items must be 1 or the batch's number of rows, got ", trace.loss.items,
               ": a number from the batch would become a constant; weight the step's result instead: "
               "ga::Loss{step(batch).mean, batch.tokens}");
-  const auto without_shapes = trace.graph->copy();
-  torch::jit::EraseShapeInformation(without_shapes);
-  std::ostringstream operations;
-  operations.imbue(std::locale::classic());  // others write 1,000
-  without_shapes->print(operations, /*print_source_locations=*/false);
-  trace.operations = std::move(operations).str();
+  trace.operations = OperationsText(*trace.graph).text();
   return trace;
 }
 
@@ -561,6 +615,9 @@ class LoadedStep final : public RecordedSteps<CompiledStepReport> {
   /// for a batch, as with another bound that it does not reach.
   std::string other_operations(const StepTrial& trial, const StepGraph& graph, const std::vector<at::Tensor>& batch,
                                c10::function_ref<Loss()> objective) const try {
+    for (std::size_t i = 0; i < batch.size(); ++i)
+      for (std::size_t k = 0; k < i; ++k)
+        if (batch[i].is_same(batch[k])) return "";  // a trace takes both for the first
     if (graph.description.operations.empty()) return "";
     StepTrace trace;
     trial.result([&](auto&) {

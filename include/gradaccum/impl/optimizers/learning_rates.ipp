@@ -72,10 +72,14 @@ GRADACCUM_INLINE void LearningRates::set(double rate) {
 /// Groups that were there before any rate was set keep the program's ratio.
 GRADACCUM_INLINE void LearningRates::state(Archive& archive) {
   const auto known = static_cast<std::ptrdiff_t>(ratios_.size());
+  archive.if_not_all_fit([this, before = ratios_] { ratios_ = before; });
   follow();
   auto ratios = ratios_;
   archive("ratios", ratios);
   if (!archive.loading()) return;
+  for (const auto ratio : ratios)
+    TORCH_CHECK(detail::is_finite(ratio) && ratio >= 0, "LearningRates: a saved ratio must be finite and >= 0, got ",
+                ratio);
   archive.when_all_fit([=, this] { std::copy(ratios.begin() + known, ratios.end(), ratios_.begin() + known); });
 }
 
