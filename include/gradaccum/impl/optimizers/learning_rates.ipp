@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <iterator>
 #include <limits>
 #include <numbers>
 #include <stdexcept>
@@ -74,6 +75,10 @@ GRADACCUM_INLINE void LearningRates::state(Archive& archive) {
   const auto known = static_cast<std::ptrdiff_t>(ratios_.size());
   archive.if_not_all_fit([this, before = ratios_] { ratios_ = before; });
   follow();
+  auto groups = std::ssize(ratios_);
+  archive("groups", groups);
+  if (groups != std::ssize(ratios_))
+    return archive.leave_out("ratios");  // unless changes are allowed, the optimizer throws
   auto ratios = ratios_;
   archive("ratios", ratios);
   if (!archive.loading()) return;
