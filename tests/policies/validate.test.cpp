@@ -580,7 +580,7 @@ TEST_CASE("Validate: a fit that is run again with the same limit does not repeat
   }
   const auto report = run(9);
   CHECK(updates_of(report) == Updates{3, 6, 9});
-  CHECK(report.validations[1].due);  // it has replaced the one that was not
+  CHECK(report.validations[1].due);  // replaces the earlier result
 }
 
 TEST_CASE("EarlyStopping, SaveState: the metric determines which value is better") {

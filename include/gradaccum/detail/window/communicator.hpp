@@ -26,16 +26,15 @@ struct WindowTotals {
   double weight = 0;  ///< sum of the weights of the micro-batches
   double active = 0;  ///< flag: has closed its own window, rather than only joined other ranks'
   double samples = 0, micro_batches = 0;
-  double loss = 0;                ///< mean over the window, times its weight
-  double stop = 0;                ///< flag: requests the end of the training
-  double signal = 0;              ///< flag: has received SIGTERM or a similar signal
-  double save = 0;                ///< flag: a state is due
-  double running = 0;             ///< flag: is inside a window, so that all send the gradients of one more micro-batch
-  double unsent = 0;              ///< flag: has gradients that no backward has sent
-  double rejected = 0;            ///< windows rejected so far
-  double flops = 0;               ///< of micro-batches since the last exchange, if they are counted
-  std::vector<double> used = {};  ///< flags by parameter: has a gradient
-  std::vector<double> frozen = {};  ///< flags by parameter: has no gradients in this window
+  double loss = 0;      ///< mean over the window, times its weight
+  double stop = 0;      ///< flag: requests the end of the training
+  double signal = 0;    ///< flag: has received SIGTERM or a similar signal
+  double save = 0;      ///< flag: a state is due
+  double running = 0;   ///< flag: is inside a window, so that all send the gradients of one more micro-batch
+  double unsent = 0;    ///< flag: has gradients that no backward has sent
+  double rejected = 0;  ///< windows rejected so far
+  double flops = 0;     ///< of micro-batches since the last exchange, if they are counted
+  std::vector<double> used, frozen;  ///< flags by parameter: has a gradient; has none in this window
 };
 
 /// Calls `visit` with each number of const or mutable totals, in a fixed order. Does not compile without all members.
@@ -45,8 +44,8 @@ void for_each_number(auto& totals, auto visit) {
   for (auto* const number :
        {&weight, &active, &samples, &micro_batches, &loss, &stop, &signal, &save, &running, &unsent, &rejected, &flops})
     visit(*number);
-  for (auto* const flags : {&used, &frozen})
-    for (auto& flag : *flags) visit(flag);
+  for (auto& flag : used) visit(flag);
+  for (auto& flag : frozen) visit(flag);
 }
 
 /// The interface to the other ranks, for windows and saved states, independent of the transport.

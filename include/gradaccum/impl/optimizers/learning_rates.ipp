@@ -77,8 +77,8 @@ GRADACCUM_INLINE void LearningRates::state(Archive& archive) {
   follow();
   auto groups = std::ssize(ratios_);
   archive("groups", groups);
-  if (groups != std::ssize(ratios_))
-    return archive.leave_out("ratios");  // unless changes are allowed, the optimizer throws
+  // The optimizer's state throws then, unless changes are allowed.
+  if (groups != std::ssize(ratios_)) return archive.leave_out("ratios");
   auto ratios = ratios_;
   archive("ratios", ratios);
   if (!archive.loading()) return;

@@ -845,8 +845,8 @@ GRADACCUM_INLINE WindowTotals ReplicaCommunicator::agree(const std::shared_ptr<W
   own.used = exchange_->used(), own.frozen = exchange_->frozen();
   own.unsent = exchange_->has_unsent() ? 1 : 0;
   auto all = sums_of_all(own);
-  for (std::size_t i = 0; i < own.frozen.size();
-       ++i)  // before this rank sends a bucket of another size, if it has no batch
+  // A rank without a batch has not sent a bucket yet, whose size would differ.
+  for (std::size_t i = 0; i < own.frozen.size(); ++i)
     TORCH_CHECK(all.frozen[i] == own.frozen[i] * world_size(),
                 "Replicas: all ranks must train the same parameters in a window, but parameter ", i, " (shape ",
                 exchange_->parameters()[i].sizes(), ") is frozen on ", all.frozen[i], " of ", world_size(),
