@@ -57,7 +57,7 @@ struct Training {
     optimizer.step();
     optimizer.zero_grad();
   }
-  void fitted(ga::FitMemory& memory, Batch& batch) {
+  void fitted(ga::FitMemory::Running& memory, Batch& batch) {
     optimizer.set_steps(1);
     memory.backward(optimizer, model, batch, objective);
     step();
@@ -97,7 +97,7 @@ void against_the_best(const harness::Options& options) {
   auto batch = make_batch(rows, width);
   Training ours(make_stages(width, 4)), theirs(make_stages(width, 4));
   ours.fixed(batch, 64), theirs.fixed(batch, 64);  // creates the optimizer's state
-  ga::FitMemory memory{.budget = budget};
+  ga::FitMemory::Running memory({.budget = budget});
   const auto first = harness::seconds([&] { ours.fitted(memory, batch); });
   const auto best = best_rows(theirs, batch, budget);
   std::int64_t peak = 0;
@@ -147,7 +147,8 @@ void rows_and_checkpoints() {
   for (const std::int64_t mib : {19, 20, 22, 26, 34, 66}) {
     const auto budget = mib * ga::MiB;
     const auto fitted = [&](std::vector<ga::CheckpointedSequential> parts) {
-      auto memory = std::make_shared<ga::FitMemory>(ga::FitMemory{.budget = budget, .checkpointed = std::move(parts)});
+      auto memory =
+          std::make_shared<ga::FitMemory::Running>(ga::FitMemory{.budget = budget, .checkpointed = std::move(parts)});
       return [memory](Training& training, Batch& all) { training.fitted(*memory, all); };
     };
     const auto checkpointed = [&](std::int64_t bytes) {

@@ -230,14 +230,16 @@ struct ConfusionMatrix {
 ///     at::Tensor outputs = trainer.evaluate(batches, ga::Predictions{}).tensors["predictions"];
 ///
 /// @note Keeps all outputs in memory. `add` synchronizes with the device.
-struct Predictions {
+class Predictions {
+ public:
   static constexpr std::string_view name = "predictions";
-
-  std::vector<at::Tensor> outputs = {};  ///< not an option: the outputs of each batch
 
   void add(const Loss& loss);
   at::Tensor value() const;
-  void reset() { outputs.clear(); }
+  void reset() { outputs_.clear(); }
+
+ private:
+  std::vector<at::Tensor> outputs_;  // of each batch
 };
 
 /// The result of an evaluation. Prints with six digits: `accuracy: 0.784000, loss: 0.625000`.

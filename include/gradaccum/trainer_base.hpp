@@ -28,7 +28,6 @@ class AnyPolicy;
 class Loop;
 class Communicator;
 class Shards;
-struct AnyTraining;
 }  // namespace detail
 
 /// The part of Trainer that does not depend on its template arguments. `attach` of a policy receives it.
@@ -100,6 +99,11 @@ class TrainerBase {
   void state(Archive& archive);
   /// Throws if the optimizer's state cannot be saved.
   virtual void check_optimizer_state() = 0;
+  /// Waits until a thread has written its state.
+  void finish_background_save();
+  /// Returns the exchange with the other ranks, for `peers()` of a training of your own that has this Trainer; nullptr
+  /// for a single process.
+  auto peers() const { return exchange(); }
 
  protected:
   explicit TrainerBase(std::unique_ptr<detail::AnyOptimizer> optimizer);
@@ -121,10 +125,8 @@ class TrainerBase {
 
  private:
   friend class detail::Loop;  // finds itself, for policies of the library
-  friend struct detail::AnyTraining;
 
-  std::shared_ptr<detail::Communicator> peers() const;  ///< the exchange between ranks; null for a single process
-  void finish_background_save();                        ///< waits until a thread has written its state
+  std::shared_ptr<detail::Communicator> exchange() const;
 
   std::unique_ptr<detail::Loop> loop_;
 };

@@ -82,7 +82,7 @@ int main() {
   ga::Trainer nothing(model, sgd, objective, Nothing{});             // error: expected a policy, which has one of the hooks of policy.hpp
   ga::Trainer sealed(model, sgd, objective, Sealed{});               // error: a policy must not be final
   struct Half : ga::MixedPrecision {};
-  ga::Trainer half(model, sgd, objective, Half{});                   // error: derived from DataParallel, MixedPrecision
+  ga::Trainer half(model, sgd, objective, Half{});                   // error: derived from a policy of the library with a Running
   ga::Trainer number(model, sgd, objective, 3);                      // error: expected a policy
   ga::Trainer wrapped(model, accumulator, objective);                // error: give it the optimizer itself, and ga::Accumulate
   ga::Trainer closures(model, lbfgs, objective);                     // error: LBFGS calls its closure several times a step

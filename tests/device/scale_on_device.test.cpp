@@ -367,7 +367,7 @@ TEST_CASE("AmpScaler on the device: a rejected window changes nothing, and one t
     ga::optim::AdamW adamw(model->parameters(), 0.1);
     ga::GradAccumulator optimizer(adamw);
     ga::AmpScaler scaler({.init_scale = 64, .enabled = on_device.has_value(), .on_device = on_device.value_or(false)});
-    ga::GuardNorm guard{.max = 100.0};
+    ga::GuardNorm::Running guard({.max = 100.0});
     for (std::size_t i = 0; i < batches.size(); ++i) {
       if (!on_device && (i == 1 || i == 3)) continue;
       scaler.scale(loss_of(model, batches[i]) * (i == 3 ? inf : 1.0)).backward();

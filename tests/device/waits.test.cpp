@@ -218,7 +218,7 @@ double of_schedules() {
   torch::optim::AdamW adamw(rig.model->parameters(), 1e-3);
   ga::LearningRates rates(adamw);
   ga::lr::Cosine cosine{.peak = 1e-3, .total = 100};
-  ga::Ema ema{.decay = 0.9};
+  ga::Ema::Running ema({.decay = 0.9});
   return waits_of([&] {
     rates.set(cosine(1));
     ema.update(rig.model);

@@ -59,7 +59,8 @@ TEST_CASE("FitMemory: trains within an address space that a batch exceeds") {
   CHECK(testing::contains(testing::error_of([&] { loss_of(net, batch).backward(); }), "can't allocate memory"));
   net->zero_grad();
   ga::GradAccumulator optimizer(sgd);
-  const auto check = [&](ga::FitMemory memory) {
+  const auto check = [&](const ga::FitMemory& limits) {
+    ga::FitMemory::Running memory(limits);
     for (int update = 0; update < 3; ++update) {
       memory.backward(optimizer, net, batch, loss_of);
       optimizer.gradients().apply();

@@ -92,7 +92,7 @@ std::vector<std::int64_t> peaks_of_updates(const ga::FitMemory& memory, const at
   auto model = std::make_shared<Network>();
   torch::optim::SGD sgd(model->parameters(), 1e-3);
   ga::GradAccumulator optimizer(sgd);
-  auto fitted = memory;
+  ga::FitMemory::Running fitted(memory);
   std::vector<std::int64_t> peaks;
   for (int update = 0; update < 4; ++update) {
     auto batch = x;
@@ -188,7 +188,8 @@ TEST_CASE("CheckpointSearch: the model itself, and each part once") {
 
 TEST_CASE("FitMemory: checkpoints make room if not even a row fits, with the same bits") {
   const auto x = torch::randn({24, 40, 16});
-  const auto train = [&](ga::FitMemory memory, bool checkpointed) {
+  const auto train = [&](const ga::FitMemory& limits, bool checkpointed) {
+    ga::FitMemory::Running memory(limits);
     auto blocks = stages();
     ga::CheckpointedSequential net(blocks, ga::CheckpointedSequentialOptions{.memory_budget = ga::GiB});
     torch::nn::Sequential model(net);
@@ -252,7 +253,7 @@ TEST_CASE("FitMemory: the memory of measuring stages does not count afterwards")
   torch::optim::SGD sgd(model->parameters(), 1e-3);
   ga::GradAccumulator optimizer(sgd);
   const auto least = asked_for(error_of([&] { peaks_of_updates<Stack>({.budget = 4096}, torch::randn({6, 40, 16})); }));
-  ga::FitMemory memory{.budget = least * 11 / 10};
+  ga::FitMemory::Running memory({.budget = least * 11 / 10});
   bool measures = false;
   const auto update = [&](std::int64_t length) {
     auto batch = torch::randn({6, length, 16});
@@ -278,7 +279,8 @@ TEST_CASE("FitMemory: running out of memory with everything recomputed is refuse
   torch::optim::SGD sgd(model->parameters(), 1e-3);
   ga::GradAccumulator optimizer(sgd);
   const auto x = torch::randn({6, 40, 16});
-  ga::FitMemory memory{.budget = asked_for(error_of([&] { peaks_of_updates<Stack>({.budget = 4096}, x); })) * 2};
+  ga::FitMemory::Running memory(
+      {.budget = asked_for(error_of([&] { peaks_of_updates<Stack>({.budget = 4096}, x); })) * 2});
   const auto update = [&](bool fails) {
     auto batch = x;
     int calls = 0;

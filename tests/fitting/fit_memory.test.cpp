@@ -90,11 +90,12 @@ std::vector<at::Tensor> left_by(torch::nn::Sequential& net) {
 
 /// Trains in a user's loop.
 Trained fitted(
-    const std::string& kind, const std::vector<Batch>& batches, ga::FitMemory memory,
+    const std::string& kind, const std::vector<Batch>& batches, const ga::FitMemory& limits,
     const std::function<void(std::size_t)>& before = [](std::size_t) {}) {
   auto net = network(kind);
   torch::optim::Adam adam(net->parameters(), 0.01);
   ga::GradAccumulator optimizer(adam);
+  ga::FitMemory::Running memory(limits);
   Trained trained;
   torch::manual_seed(3);
   for (std::size_t i = 0; i < batches.size(); ++i) {
@@ -167,7 +168,7 @@ TEST_CASE("FitMemory: the peak stays within the budget, and uses it") {
   std::int64_t least = 0;
   for (std::int64_t budget = 7 * 1024; budget < 90 * 1024; budget += 4096) {
     CAPTURE(budget);
-    ga::FitMemory memory{.budget = budget};
+    ga::FitMemory::Running memory({.budget = budget});
     for (int update = 0; update < 3; ++update) {
       const ga::MemoryMeter meter;
       memory.backward(optimizer, net, batch, objective);
@@ -193,7 +194,7 @@ TEST_CASE("FitMemory: with rows of several lengths, the peak exceeds the budget 
   const auto of_lengths = [](auto& model, auto& batch) {
     return torch::mse_loss(model->forward(batch.data).mean(1), batch.target);
   };
-  const auto peak_of = [&](ga::FitMemory& memory, std::int64_t rows, std::int64_t length) {
+  const auto peak_of = [&](ga::FitMemory::Running& memory, std::int64_t rows, std::int64_t length) {
     Batch batch{torch::randn({rows, length, 6}, torch::kDouble), torch::randn({rows, 3}, torch::kDouble)};
     const ga::MemoryMeter meter;
     memory.backward(optimizer, net, batch, of_lengths);
@@ -203,11 +204,11 @@ TEST_CASE("FitMemory: with rows of several lengths, the peak exceeds the budget 
     return peak;
   };
   const auto of_a_row = [&](std::int64_t length) {  // plus the gradients
-    ga::FitMemory memory{.budget = ga::GiB};
+    ga::FitMemory::Running memory({.budget = ga::GiB});
     return peak_of(memory, 1, length);
   };
   for (std::int64_t budget = 24 * 1024; budget < 104 * 1024; budget += 4096) {
-    ga::FitMemory memory{.budget = budget};
+    ga::FitMemory::Running memory({.budget = budget});
     for (const std::int64_t length : {5, 9, 3, 12, 5, 12, 7, 9, 3}) {
       CAPTURE(budget, length);
       CHECK(peak_of(memory, 100, length) < budget + of_a_row(length));
@@ -224,7 +225,7 @@ TEST_CASE("FitMemory: a failure at any allocation of a window is undone") {
   int failures = 0;
   for (std::int64_t at = 0;; ++at) {
     CAPTURE(at);
-    ga::FitMemory memory{.budget = ga::GiB, .min_rows = 2};
+    ga::FitMemory::Running memory({.budget = ga::GiB, .min_rows = 2});
     auto net = network(kind);
     torch::optim::Adam adam(net->parameters(), 0.01);
     ga::GradAccumulator optimizer(adam);
@@ -315,7 +316,7 @@ TEST_CASE("FitMemory: if the memory is unknown, running out of it determines how
   torch::optim::SGD sgd(net->parameters(), 0.01);
   ga::GradAccumulator optimizer(sgd);
   auto batch = batches_of({300}).front();
-  ga::FitMemory memory;  // the whole machine
+  ga::FitMemory::Running memory({});  // the whole machine
   const FailingAllocatorScope allocator(-1, /*most=*/32 * 8 * 100);
   for (int update = 0; update < 4; ++update) {
     memory.backward(optimizer, net, batch, objective);
@@ -334,7 +335,8 @@ TEST_CASE("FitMemory: a budget below the smallest micro-batch is refused, and no
   ga::GradAccumulator optimizer(sgd);
   auto batch = batches_of({10}).front();
   const auto before = left_by(net);
-  const auto run = [&](ga::FitMemory memory) {
+  const auto run = [&](const ga::FitMemory& limits) {
+    ga::FitMemory::Running memory(limits);
     memory.backward(optimizer, net, batch, objective);
     optimizer.discard();
   };
@@ -361,7 +363,7 @@ TEST_CASE("FitMemory: other exceptions are passed on") {
   torch::optim::SGD sgd(net->parameters(), 0.01);
   ga::GradAccumulator optimizer(sgd);
   auto batch = batches_of({10}).front();
-  ga::FitMemory memory{.budget = ga::GiB};
+  ga::FitMemory::Running memory({.budget = ga::GiB});
   CHECK(error_of([&] {
           memory.backward(optimizer, net, batch, [](auto&, auto&) -> at::Tensor { throw std::runtime_error("mine"); });
         }) == "mine");
@@ -389,7 +391,7 @@ TEST_CASE("FitMemory: other exceptions are passed on") {
   CHECK(contains(error_of([&] { memory.backward(optimizer, net, uneven, objective); }),
                  "must have the same number of rows, got 4 and 3"));
   CHECK(contains(error_of([&] {
-                   ga::FitMemory wrong{.budget = -1};
+                   ga::FitMemory::Running wrong({.budget = -1});
                    wrong.backward(optimizer, net, batch, objective);
                  }),
                  "budget must be >= 0, got -1"));
@@ -406,7 +408,7 @@ TEST_CASE("FitMemory: a thousand replays keep no memory") {
   torch::optim::SGD sgd(net->parameters(), 0.001);
   ga::GradAccumulator optimizer(sgd);
   auto batch = batches_of({16}).front();
-  ga::FitMemory memory{.budget = ga::GiB, .min_rows = 2};
+  ga::FitMemory::Running memory({.budget = ga::GiB, .min_rows = 2});
   std::int64_t kept = 0;
   const ga::MemoryMeter meter;
   for (int i = 0; i < 1000; ++i) {
@@ -794,7 +796,7 @@ TEST_CASE("FitMemory: batches of any kind") {
   ga::GradAccumulator optimizer(sgd);
   const auto x = torch::randn({60, 6}, torch::kDouble);
   const auto parts_of = [&](auto batch, auto loss) {
-    ga::FitMemory memory{.budget = 9 * 1024};
+    ga::FitMemory::Running memory({.budget = 9 * 1024});
     const auto total = memory.backward(optimizer, net, batch, loss);
     CHECK(total.items == 60);
     optimizer.discard();
@@ -836,7 +838,7 @@ TEST_CASE("FitMemory: min_rows are kept, and are refused only if they need too m
       auto net = network("norm");
       torch::optim::SGD sgd(net->parameters(), 0.01);
       ga::GradAccumulator optimizer(sgd);
-      ga::FitMemory memory{.budget = budget, .min_rows = min_rows};
+      ga::FitMemory::Running memory({.budget = budget, .min_rows = min_rows});
       std::int64_t peak = 0;
       for (const std::int64_t rows : {12, 13, 17}) {
         auto batch = batches_of({rows}).front();
@@ -847,7 +849,7 @@ TEST_CASE("FitMemory: min_rows are kept, and are refused only if they need too m
         });
         if (!error.empty()) {  // min_rows alone need more than the budget
           CHECK(contains(error, "the budget must be at least "));
-          ga::FitMemory enough{.budget = ga::GiB, .min_rows = min_rows};
+          ga::FitMemory::Running enough({.budget = ga::GiB, .min_rows = min_rows});
           const ga::MemoryMeter meter;
           auto one = batches_of({2 * min_rows}).front();
           const auto parts = cut(one, {min_rows, min_rows});
@@ -901,7 +903,7 @@ TEST_CASE("FitMemory: parts with shorter padding do not count for longer rows") 
   ga::GradAccumulator optimizer(sgd);
   auto embedding = torch::nn::Embedding(9, 6);
   embedding->to(torch::kDouble);
-  ga::FitMemory memory{.budget = 60 * 1024};
+  ga::FitMemory::Running memory({.budget = 60 * 1024});
   for (const bool all_long : {false, true, true}) {
     std::vector<at::Tensor> sequences;
     for (std::int64_t i = 0; i < 60; ++i) sequences.push_back(torch::randint(9, {all_long || i == 0 ? 50 : 2}));
@@ -922,7 +924,7 @@ TEST_CASE("FitMemory: rows with fewer elements begin with the number of larger o
   auto net = network("plain");
   torch::optim::SGD sgd(net->parameters(), 0.01);
   ga::GradAccumulator optimizer(sgd);
-  ga::FitMemory memory{.budget = 40 * 1024};
+  ga::FitMemory::Running memory({.budget = 40 * 1024});
   const auto rows_of = [&](std::int64_t length) {
     auto x = torch::randn({200, length, 6}, torch::kDouble);
     memory.backward(optimizer, net, x, [](auto& m, auto& b) { return m->forward(b).square().mean(); });

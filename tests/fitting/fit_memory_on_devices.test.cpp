@@ -39,14 +39,14 @@ struct Training {
     return model;
   }
 
-  void update(ga::FitMemory& memory, const Example& batch) {
+  void update(ga::FitMemory::Running& memory, const Example& batch) {
     backward(memory, batch);
     step(memory);
   }
-  void backward(ga::FitMemory& memory, const Example& batch) {
+  void backward(ga::FitMemory::Running& memory, const Example& batch) {
     memory.backward(optimizer, model, batch, [](auto& net, auto& part) { return loss_of(net, part); });
   }
-  void step(const ga::FitMemory& memory) {
+  void step(const ga::FitMemory::Running& memory) {
     CHECK(optimizer.step());
     optimizer.zero_grad();
     rows.push_back(memory.plan().last_rows);
@@ -108,7 +108,7 @@ TEST_CASE("FitMemory: on a device it stays within its budget", "[cuda]") {
   const std::int64_t budget = GENERATE(8, 24, 64) * 1024;
   std::optional<Workspaces> workspaces;  // like a GPU's libraries in the first micro-batch
   if (Workspaces::possible()) workspaces.emplace(ga::MiB);
-  ga::FitMemory memory{.budget = budget};
+  ga::FitMemory::Running memory({.budget = budget});
   Training training;
   for (auto& batch : batches) {
     const ga::MemoryMeter meter;
@@ -151,7 +151,7 @@ TEST_CASE("FitMemory: in a Trainer on a device, the unmeasured first run changes
 TEST_CASE("FitMemory: a device that runs out of memory for a whole batch trains with it", "[cuda]") {
   if (!LimitedMemory::possible()) SKIP("needs the emulated device, which can be made to run out of memory");
   const auto batches = batches_on_device({4000, 4000});
-  ga::FitMemory memory;
+  ga::FitMemory::Running memory({});
   Training training;
   {
     const LimitedMemory limit(emulated_cuda::memory().bytes + 256 * 1024);
@@ -170,7 +170,7 @@ TEST_CASE("FitMemory: a failure at any allocation of a device is undone", "[cuda
   for (std::int64_t at = 1;; ++at) {
     CAPTURE(fails_in, at);
     const Workspaces workspaces(ga::MiB);
-    ga::FitMemory memory{.budget = ga::GiB};
+    ga::FitMemory::Running memory({.budget = ga::GiB});
     Training training;
     std::int64_t made = 0;
     for (std::size_t i = 0; i < batches.size(); ++i) {

@@ -510,7 +510,7 @@ TEST_CASE("MultiOptimizer: steps with the gradients of a captured graph, and ave
   const Example batch{batches()[0].data.to(device), batches()[0].target.to(device)};
   const auto train = [&](Training& by, auto& step) {
     ga::GradAccumulator optimizer(*by.both, {.steps = 2});
-    ga::Ema ema{.decay = 0.9};
+    ga::Ema::Running ema({.decay = 0.9});
     for (int i = 0; i < 12; ++i) {
       optimizer.backward(step(batch));
       optimizer.clip_grad_norm_(0.05);

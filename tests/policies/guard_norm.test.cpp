@@ -70,9 +70,8 @@ template <class... Policies>
 Outcome trained(const std::vector<Example>& batches, std::int64_t steps, Policies... policies) {
   Outcome outcome;
   ga::optim::AdamW adamw(outcome.model->parameters(), 0.1);
-  ga::Ema ema{.decay = 0.5};
   ga::Trainer trainer(outcome.model, adamw, objective, ga::Accumulate{.steps = steps},
-                      ga::Schedule{ga::lr::Linear{.peak = 0.1, .warmup = 2, .total = 10}}, ema,
+                      ga::Schedule{ga::lr::Linear{.peak = 0.1, .warmup = 2, .total = 10}}, ga::Ema{.decay = 0.5},
                       WindowsIn{outcome.windows}, std::move(policies)...);
   outcome.report = trainer.fit(batches);
   auto& kept = trainer.template policy<ga::Ema>();
@@ -88,7 +87,7 @@ Outcome trained(const std::vector<Example>& batches, std::int64_t steps, Policie
 bool was_rejected(ga::StepResult result) { return result == ga::StepResult::rejected; }
 
 /// Passes a window of one number as its norm, and returns whether it was rejected.
-bool rejects(ga::GuardNorm& guard, double norm) {
+bool rejects(ga::GuardNorm::Running& guard, double norm) {
   auto parameter = torch::zeros({1}, at::kDouble).requires_grad_();
   parameter.mutable_grad() = torch::full({1}, norm, at::kDouble);
   ga::Gradients gradients({parameter});
@@ -128,7 +127,7 @@ TEST_CASE("GuardNorm: a rejected window leaves a training as if its batches had 
 }
 
 TEST_CASE("GuardNorm: the limit is a multiple of the quantile of the last norms, once half of them are known") {
-  ga::GuardNorm guard{.max_ratio = 3.0, .quantile = 0.25, .history = 4};
+  ga::GuardNorm::Running guard({.max_ratio = 3.0, .quantile = 0.25, .history = 4});
   CHECK(guard.limit() == infinity);
   CHECK_FALSE(rejects(guard, 100));
   CHECK(guard.limit() == infinity);
@@ -140,14 +139,14 @@ TEST_CASE("GuardNorm: the limit is a multiple of the quantile of the last norms,
         Approx(3 * torch::quantile(torch::tensor({100., 1., 2., 3.}, at::kDouble), 0.25).item<double>()));
   CHECK_FALSE(rejects(guard, guard.limit()));  // the limit itself is allowed
   CHECK(rejects(guard, std::nextafter(guard.limit(), infinity)));
-  CHECK(guard.norms.size() == 4);
+  CHECK(guard.norms().size() == 4);
 
   guard.max = 1.5;
   CHECK(guard.limit() == 1.5);
 }
 
 TEST_CASE("GuardNorm: if all norms become large, training resumes") {
-  ga::GuardNorm guard{.max_ratio = 3.0, .history = 8};
+  ga::GuardNorm::Running guard({.max_ratio = 3.0, .history = 8});
   for (int i = 0; i < 8; ++i) REQUIRE_FALSE(rejects(guard, 1.0));
   int rejected = 0;
   while (rejects(guard, 100.0) && rejected < 9) ++rejected;
@@ -155,13 +154,13 @@ TEST_CASE("GuardNorm: if all norms become large, training resumes") {
 }
 
 TEST_CASE("GuardNorm: norms of 0, NaN and infinity are not kept, and the last two are rejected") {
-  ga::GuardNorm guard{.max_ratio = 3.0, .history = 2};
+  ga::GuardNorm::Running guard({.max_ratio = 3.0, .history = 2});
   CHECK_FALSE(rejects(guard, 0.0));
   CHECK(rejects(guard, std::nan("")));
   CHECK(rejects(guard, -infinity));
-  CHECK(guard.norms.empty());
+  CHECK(guard.norms().empty());
   CHECK_FALSE(rejects(guard, 7.0));
-  CHECK(guard.norms == std::vector<double>{7.0});
+  CHECK(guard.norms() == std::vector<double>{7.0});
 }
 
 TEST_CASE("GuardNorm: options are checked before training") {
@@ -178,7 +177,7 @@ TEST_CASE("GuardNorm: options are checked before training") {
 
 TEST_CASE("GuardNorm: in a loop of one's own, with any optimizer") {
   const auto batches = batches_with_bad_at(9, 4);
-  const auto loop = [&](auto make, const std::vector<Example>& of, std::optional<ga::GuardNorm> guarded,
+  const auto loop = [&](auto make, const std::vector<Example>& of, std::optional<ga::GuardNorm::Running> guarded,
                         std::int64_t* rejected) {
     auto model = make_model();
     auto optimizer_of = make(model);
@@ -193,7 +192,7 @@ TEST_CASE("GuardNorm: in a loop of one's own, with any optimizer") {
     CHECK(optimizer.updates() == std::int64_t(of.size()) - *rejected);
     return flat(model);
   };
-  const ga::GuardNorm guard{.max = 100.0};
+  const ga::GuardNorm::Running guard({.max = 100.0});
   const auto check = [&](auto make) {
     std::int64_t rejected = 0, none = 0;
     const auto guarded = loop(make, batches, guard, &rejected);
@@ -293,7 +292,7 @@ TEST_CASE("GuardNorm: a loss scale neither grows nor shrinks by a rejected windo
   } else {
     ga::GradAccumulator optimizer(sgd);
     ga::AmpScaler scaler({.init_scale = 4.0, .growth_interval = 3});
-    auto by_hand = guard;
+    ga::GuardNorm::Running by_hand(guard);
     for (std::size_t i = 0; i < 4; ++i) {
       scaler.scale(nan_for_one_row(model, batches[i])).backward();
       scaler.unscale_(optimizer);
@@ -421,7 +420,7 @@ TEST_CASE("GuardNorm: a training resumes bitwise with its norms and what it has 
     ga::Trainer trainer(model, adamw, objective, ga::GuardNorm{.max = 1000.0, .max_ratio = 30.0, .history = 6},
                         ga::SaveState{.directory = folder, .every_updates = 1});
     const auto report = trainer.fit(batches, {.epochs = 1, .updates = updates, .resume = folder});
-    return std::tuple(flat(model), report, trainer.policy<ga::GuardNorm>().norms);
+    return std::tuple(flat(model), report, trainer.policy<ga::GuardNorm>().norms());
   };
   const Directory directory;
   const auto [weights, report, norms] = fit(directory / "whole", std::nullopt);
@@ -441,14 +440,15 @@ TEST_CASE("GuardNorm: a training resumes bitwise with its norms and what it has 
 TEST_CASE("GuardNorm: a state's norms are checked before they are used") {
   const auto load = [](const at::Tensor& norms, std::int64_t history) {
     ga::Archive archive(ga::Archive::Values{{"norms", norms}});
-    ga::GuardNorm guard{.max = 1.0, .history = history, .norms = {5.0}};
+    ga::GuardNorm::Running guard({.max = 1.0, .history = history});
+    REQUIRE_FALSE(rejects(guard, 0.5));
     try {
       guard.state(archive);
     } catch (...) {
-      CHECK(guard.norms == std::vector<double>{5.0});
+      CHECK(guard.norms() == std::vector<double>{0.5});
       throw;
     }
-    return guard.norms;
+    return guard.norms();
   };
   CHECK(load(torch::tensor({1., 2., 3.}, at::kDouble), 2) == std::vector<double>{2.0, 3.0});
   CHECK(load(torch::empty({0}, at::kDouble), 2).empty());

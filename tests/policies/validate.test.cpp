@@ -599,13 +599,17 @@ TEST_CASE("EarlyStopping, SaveState: the metric determines which value is better
   CHECK(build({.metric = "f1"}, ga::F1{}) == ga::Mode::max);
   CHECK(build({.metric = "validation/f1", .mode = ga::Mode::max}, ga::F1{}) == ga::Mode::max);
   CHECK(build({.metric = "absolute_error", .mode = ga::Mode::min}, AbsoluteError{}) == ga::Mode::min);
+  const auto stop = [&](ga::EarlyStopping stopping, auto... metrics) {
+    ga::Trainer(scene.model, scene.adam, objective, stopping, ga::Validate(scene.validation, metrics...));
+  };
   REQUIRE_ERROR("EarlyStopping: mode must be ga::Mode::max for 'f1', as its higher_is_better says, or be left out",
-                build({.metric = "f1", .mode = ga::Mode::min}, ga::F1{}));
-  REQUIRE_ERROR("EarlyStopping: mode must be ga::Mode::min for 'loss'", build({.mode = ga::Mode::max}));
+                stop({.metric = "f1", .mode = ga::Mode::min}, ga::F1{}));
+  REQUIRE_ERROR("EarlyStopping: mode must be ga::Mode::min for 'loss'", stop({.mode = ga::Mode::max}));
   REQUIRE_ERROR("EarlyStopping: mode must be ga::Mode::min or ga::Mode::max for 'absolute_error'",
-                build({.metric = "absolute_error"}, AbsoluteError{}));
+                stop({.metric = "absolute_error"}, AbsoluteError{}));
   REQUIRE_ERROR("one of [validation/loss], got 'confusion_matrix'",
-                build({.metric = "confusion_matrix"}, ga::ConfusionMatrix{}));
+                stop({.metric = "confusion_matrix"}, ga::ConfusionMatrix{}));
+  REQUIRE_ERROR("SaveState: mode must be ga::Mode::min for 'loss'", build({.mode = ga::Mode::max}));
 }
 
 namespace {
@@ -639,7 +643,8 @@ TEST_CASE("Validate: with several ranks a metric without reduce is an error on a
 }
 
 TEST_CASE("EarlyStopping: the values decide") {
-  const auto after = [](ga::EarlyStopping stopping, const std::vector<double>& numbers) {
+  const auto after = [](const ga::EarlyStopping& options, const std::vector<double>& numbers) {
+    ga::EarlyStopping::Running stopping(options);
     std::size_t i = 0;
     for (; i < numbers.size(); ++i)
       if (stopping.add(numbers[i])) return i + 1;

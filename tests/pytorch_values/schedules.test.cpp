@@ -88,7 +88,7 @@ std::vector<double> values_of(const torch::nn::Module& module) {
 std::vector<std::vector<double>> averages_of(const pytorch_values::Averages& expected, double decay) {
   at::NoGradGuard no_grad;
   Net net;
-  ga::Ema ema{.decay = decay, .warmup = expected.warmup, .buffers = expected.buffers};
+  ga::Ema::Running ema({.decay = decay, .warmup = expected.warmup, .buffers = expected.buffers});
   std::vector<std::vector<double>> all;
   for (int update = 0; update < pytorch_values::average_updates; ++update) {
     std::int64_t start = 100 * update;
@@ -147,19 +147,21 @@ TEST_CASE("PyTorch's values: ReduceLROnPlateau") {
       {"min_lr", {.factor = 0.25, .patience = 0, .min_lr = 1e-4}},
       {"eps", {.factor = 0.5, .patience = 0, .eps = 1e-4}},
   };
-  const auto rates_of = [](Plateau plateau) {
+  const auto rates_of = [](const Plateau& options) {
+    Plateau::Running plateau(options);
     torch::optim::SGD sgd({{{torch::zeros(1)}, std::make_unique<torch::optim::SGDOptions>(peak)},
                            {{torch::zeros(1)}, std::make_unique<torch::optim::SGDOptions>(peak / 10)}},
                           torch::optim::SGDOptions(peak));
-    ga::LearningRates rates(sgd);
+    torch::optim::SGD another({torch::zeros(1)}, torch::optim::SGDOptions(peak));
+    ga::LearningRates rates(sgd), others(another);
     std::vector<double> found;
     for (const double number : pytorch_values::watched) {
       plateau.step(number, rates);
       // Saves and loads in between, like a resumed training.
       ga::Archive saved;
       saved("plateau", plateau);
-      Plateau other = plateau;
-      other.best = 17, other.num_bad_epochs = 3, other.cooldown_counter = 9;
+      Plateau::Running other(options);
+      for (const double bad : {17.0, 18.0, 19.0, 20.0}) other.step(bad, others);
       ga::Archive(saved.values())("plateau", other);
       plateau = other;
       for (auto& group : sgd.param_groups()) found.push_back(group.options().get_lr());

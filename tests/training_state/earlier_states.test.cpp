@@ -80,9 +80,9 @@ struct ByHand {
   ga::optim::AdamW adamw{line->parameters(), 0.125};
   ga::GradAccumulator<ga::optim::AdamW> optimizer{adamw, {.steps = 2}};
   ga::LearningRates rates{adamw};
-  ga::ReduceLROnPlateau plateau{.factor = 0.5, .patience = 0};
-  ga::EarlyStopping stopping{.patience = 50};
-  ga::Ema ema{.decay = 0.5};
+  ga::ReduceLROnPlateau::Running plateau{{.factor = 0.5, .patience = 0}};
+  ga::EarlyStopping::Running stopping{{.patience = 50}};
+  ga::Ema::Running ema{{.decay = 0.5}};
   ga::data::TensorBatches batches = batches_of(10);
   std::int64_t micro_batches = 0;
 

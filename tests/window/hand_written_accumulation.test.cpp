@@ -145,7 +145,7 @@ TEMPLATE_TEST_CASE("left-overs: a direct step of the wrapped optimizer", "", tor
 TEST_CASE("left-overs: parameters that change between windows, or are restored, do not count as a left-over") {
   const Warnings warnings;
   Loop loop(both());
-  ga::Ema ema;
+  ga::Ema::Running ema({});
   ema.update(loop.model);
   const at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < loop.data.size(); ++i) {

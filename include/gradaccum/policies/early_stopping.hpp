@@ -11,11 +11,11 @@ namespace gradaccum {
 
 /// Ends a training that no longer improves: a policy that also works in a loop of your own.
 ///
-///     ga::EarlyStopping stopping{.patience = 2};
+///     ga::EarlyStopping::Running stopping({.patience = 2});
 ///     for (double loss : {0.9, 0.7, 0.8, 0.75, 0.6}) {      // of an evaluation, once an epoch
 ///       if (stopping.add(loss)) break;
 ///     }
-///     std::cout << stopping.best << ", " << stopping.waited << " ago\n";   // 0.7, 2 ago
+///     std::cout << stopping.best() << ", " << stopping.waited() << " ago\n";   // 0.7, 2 ago
 ///
 /// A number is better if it is lower (or higher, by `mode`) than the best so far by more than `min_delta`; NaN never
 /// is. As a policy it takes its numbers from `Validate`. After `patience` validations without improvement `fit`
@@ -31,19 +31,32 @@ struct EarlyStopping {
   std::int64_t patience = 3;      ///< validations without improvement, >= 1
   double min_delta = 0;           ///< least improvement, >= 0
   std::optional<Mode> mode = {};  ///< whether lower or higher is better; optional if the metric defines it
-  double best = std::numeric_limits<double>::quiet_NaN();  ///< not an option, like all below: the best number so far
-  std::int64_t best_update = 0;                            ///< update of the best number, in a Trainer
-  std::int64_t waited = 0;                                 ///< numbers since the best one
+
+  class Running;
+};
+
+/// An EarlyStopping in a Trainer, or in a loop of your own.
+class EarlyStopping::Running : public EarlyStopping {
+ public:
+  using Options = EarlyStopping;
+  explicit Running(EarlyStopping given);
 
   /// Adds a number. Returns true if training should stop.
   bool add(double number);
-  bool is_over() const { return waited >= patience; }
-  std::string reason() const;
-  /// Returns the mode. Throws if an option is invalid.
-  Mode checked_mode() const;
+  bool is_over() const { return waited_ >= patience; }
+  double best() const { return best_; }            ///< the best number so far; NaN if there is none
+  std::int64_t waited() const { return waited_; }  ///< numbers since the best one
+  std::string reason() const;                      ///< says what was best, and when
 
+  void attach(TrainerBase& trainer);
+  int fit_scope();
+  void on_validation(const Validation& validation);
   void state(Archive& archive);
-  std::shared_ptr<PolicyRun> start(TrainerBase& trainer);
+
+ private:
+  TrainerBase* trainer_ = nullptr;
+  double best_ = std::numeric_limits<double>::quiet_NaN();
+  std::int64_t best_update_ = 0, waited_ = 0;
 };
 
 }  // namespace gradaccum

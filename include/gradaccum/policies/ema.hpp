@@ -10,9 +10,13 @@
 
 namespace gradaccum {
 
+namespace detail {
+struct Averages;
+}
+
 /// Keeps an exponential moving average of a model's weights: a policy that also works in a loop of your own.
 ///
-///     ga::Ema ema{.decay = 0.999};
+///     ga::Ema::Running ema({.decay = 0.999});
 ///     for (auto& batch : batches) {
 ///       torch::mse_loss(model->forward(batch.data), batch.target).backward();
 ///       if (optimizer.step()) ema.update(model);
@@ -38,13 +42,21 @@ struct Ema {
   double decay = 0.999;  ///< in [0, 1]
   bool warmup = false;   ///< limit decay to (1 + t) / (10 + t) after t updates, so that the first weights count less
   bool buffers = false;  ///< average buffers, too; if false, swap() leaves the model's buffers in place
-  struct Run;
-  std::shared_ptr<Run> run = {};  ///< not an option: the averages, shared by copies
+
+  class Running;
+};
+
+/// An Ema in a Trainer, or in a loop of your own. It can be moved, but not copied.
+class Ema::Running : public Ema {
+ public:
+  using Options = Ema;
+  explicit Running(const Ema& given);
+  Running(Running&&) noexcept = default;
 
   void update(model auto& of) { update_module(detail::module_of(of)); }  ///< call it after each optimizer update
   void swap(model auto& in) { swap_module(detail::module_of(in)); }      ///< exchanges the model's weights and averages
 
-  std::int64_t updates() const;
+  std::int64_t updates() const;  ///< the number of updates so far
 
   /// Attaches to a trainer, or to a model, which a loop of your own needs before it loads averages.
   template <class T>
@@ -58,11 +70,12 @@ struct Ema {
   void state(Archive& archive);
 
  private:
-  Run& made_run();
   void update_module(torch::nn::Module& module);
   void swap_module(torch::nn::Module& module);
   void attach_module(torch::nn::Module& module);
   double decay_now() const;
+
+  std::shared_ptr<detail::Averages> averages_;
 };
 
 }  // namespace gradaccum

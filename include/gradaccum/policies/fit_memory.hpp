@@ -19,7 +19,7 @@ class Accumulator;
 /// Splits each batch into micro-batches that fit into memory: a policy that also works in a loop of your own.
 ///
 ///     ga::GradAccumulator optimizer(sgd);
-///     ga::FitMemory memory{.budget = 64 * ga::MiB};
+///     ga::FitMemory::Running memory({.budget = 64 * ga::MiB});
 ///     for (auto& batch : batches) {                              // as large as an update is to be
 ///       memory.backward(optimizer, model, batch, objective);
 ///       optimizer.step();
@@ -52,10 +52,18 @@ struct FitMemory {
   std::int64_t budget = 0;    ///< bytes of activations and gradients, by a MemoryMeter; 0: most of the free memory
   std::int64_t min_rows = 1;  ///< fewest rows of a micro-batch; BatchNorm needs 2
   std::vector<CheckpointedSequential> checkpointed = {};  ///< checkpointed parts that the model has not registered
-  struct Run;
-  mutable std::shared_ptr<Run> run = {};  ///< not an option: the plan; copies share it, except a Trainer's
 
-  const MemoryPlan& plan() const;
+  class Running;
+};
+
+/// A FitMemory in a Trainer, or in a loop of your own. It can be moved, but not copied.
+class FitMemory::Running : public FitMemory {
+ public:
+  using Options = FitMemory;
+  explicit Running(FitMemory given);
+  Running(Running&&) noexcept = default;
+
+  const MemoryPlan& plan() const;  ///< the rows at once so far, and their memory
 
   /// Runs the whole batch in place of `optimizer.backward(objective(model, batch))`, which completes the window.
   /// Returns its items and its detached mean loss, 0-dim float64.
@@ -73,8 +81,9 @@ struct FitMemory {
  private:
   friend class detail::FittedBatches;
 
-  detail::MemoryFitter& fitter() const;
   Loss backward(Accumulator& optimizer, torch::nn::Module& module, const detail::AnyBatch& batch);
+
+  std::shared_ptr<detail::MemoryFitter> fitter_;
 };
 
 }  // namespace gradaccum

@@ -13,7 +13,7 @@ namespace gradaccum {
 /// Rejects windows whose gradients have an unusually large norm: a policy that also works in a loop of your own.
 ///
 ///     ga::GradAccumulator optimizer(sgd, {.steps = 2});
-///     ga::GuardNorm guard{.max = 100.0, .max_ratio = 5.0};
+///     ga::GuardNorm::Running guard({.max = 100.0, .max_ratio = 5.0});
 ///     for (auto& batch : batches) {
 ///       torch::mse_loss(model->forward(batch.data), batch.target).backward();
 ///       if (optimizer.ready()) guard.before_step(optimizer.gradients());
@@ -43,16 +43,23 @@ struct GuardNorm {
   double max_ratio = std::numeric_limits<double>::infinity();  ///< > 0; limit of norm / quantile; infinite: no limit
   double quantile = 0.5;                                       ///< in [0, 1]; 0.5 is the median
   std::int64_t history = 128;                                  ///< number of last norms for the quantile, >= 1
-  std::vector<double> norms = {};                              ///< not an option: these norms
 
-  void attach(TrainerBase&) const { check(); }
+  class Running;
+};
+
+/// A GuardNorm in a Trainer, or in a loop of your own.
+class GuardNorm::Running : public GuardNorm {
+ public:
+  using Options = GuardNorm;
+  explicit Running(const GuardNorm& given);
+
   void before_step(Gradients gradients);
-  /// Returns the lower of the two limits, from the norms so far.
-  double limit() const;
+  const std::vector<double>& norms() const { return norms_; }  ///< the last norms
+  double limit() const;                                        ///< the lower of the two limits, from these norms
   void state(Archive& archive);
 
  private:
-  void check() const;
+  std::vector<double> norms_;
 };
 
 }  // namespace gradaccum

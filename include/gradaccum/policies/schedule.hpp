@@ -123,9 +123,9 @@ class Schedule {
 /// Lowers the learning rates when a number no longer improves: a policy that also works in a loop of your own.
 ///
 ///     ga::LearningRates rates(optimizer);
-///     ga::ReduceLROnPlateau plateau{.factor = 0.5, .patience = 1};
+///     ga::ReduceLROnPlateau::Running plateau({.factor = 0.5, .patience = 1});
 ///     for (double loss : {0.9, 0.7, 0.8, 0.75}) plateau.step(loss, rates);   // of an evaluation, once an epoch
-///     std::cout << rates.current() << ", since " << plateau.best;            // half of what it was, since 0.7
+///     std::cout << rates.current() << ", since " << plateau.best();          // half of what it was, since 0.7
 ///
 /// It behaves like PyTorch's `ReduceLROnPlateau` with the same options. A number is better if it is lower (or higher,
 /// by `mode`) than the best so far by more than `threshold`, which is a fraction of the best if `relative`; NaN never
@@ -144,17 +144,28 @@ struct ReduceLROnPlateau {
   std::int64_t cooldown = 0;      ///< numbers that are not counted after lowering the rates, >= 0
   double min_lr = 0;              ///< no rate is lowered below it, >= 0
   double eps = 1e-8;              ///< a rate that would fall by this or less is unchanged
-  double best = std::numeric_limits<double>::quiet_NaN();  ///< not an option, like all below: the best number so far
-  std::int64_t num_bad_epochs = 0, cooldown_counter = 0;   ///< as PyTorch's
+
+  class Running;
+};
+
+/// A ReduceLROnPlateau in a Trainer, or in a loop of your own.
+class ReduceLROnPlateau::Running : public ReduceLROnPlateau {
+ public:
+  using Options = ReduceLROnPlateau;
+  explicit Running(ReduceLROnPlateau given);
 
   /// Adds a number. Returns true if the rates were due to be lowered.
   bool step(double number, LearningRates& lowered);
+  double best() const { return best_; }  ///< the best number so far; NaN if there is none
 
+  void attach(TrainerBase& trainer);
+  void on_validation(const Validation& validation);
   void state(Archive& archive);
-  std::shared_ptr<PolicyRun> start(TrainerBase& trainer);
 
  private:
-  void check() const;
+  double best_ = std::numeric_limits<double>::quiet_NaN();
+  std::int64_t num_bad_epochs_ = 0, cooldown_counter_ = 0;
+  std::optional<LearningRates> rates_;  // a Trainer's
 };
 
 }  // namespace gradaccum

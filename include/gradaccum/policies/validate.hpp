@@ -3,6 +3,7 @@
 // module: policies
 
 #include <gradaccum/metrics.hpp>
+#include <gradaccum/policies/ema.hpp>
 #include <gradaccum/policy.hpp>
 #include <gradaccum/trainer_base.hpp>
 
@@ -13,8 +14,6 @@
 #include <tuple>
 
 namespace gradaccum {
-
-struct Ema;
 
 /// Options of `Validate`: when to evaluate, which weights, and the name of the results.
 struct ValidateOptions {
@@ -30,7 +29,7 @@ void check_options(const ValidateOptions& options);
 
 /// Returns a guard for an evaluation during training. It puts averages into the model, if there are any, and at its end
 /// restores the weights and the random number generators.
-std::shared_ptr<void> validating_scope(torch::nn::Module& module, Ema* ema);
+std::shared_ptr<void> validating_scope(torch::nn::Module& module, Ema::Running* ema);
 
 }  // namespace detail
 

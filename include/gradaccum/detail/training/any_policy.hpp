@@ -27,9 +27,10 @@ struct Callback {
 template <class P>
 auto as_policy(P policy) {
   static_assert(!std::is_final_v<P>, "Trainer: a policy must not be final: its hooks are found by deriving from it");
-  static_assert(!derives_from_running<P>,
-                "Trainer: a class that is derived from DataParallel, MixedPrecision, Profile, Report or TensorBoard is "
-                "no policy; pass the options themselves, and a policy of your own beside them");
+  static_assert(
+      !derives_from_running<P>,
+      "Trainer: a class that is derived from a policy of the library with a Running, such as DataParallel, is "
+      "no policy; pass the options themselves, and a policy of your own beside them");
   constexpr bool callable = std::invocable<P&, const Step&>;
   if constexpr (has_running<P>) {
     return typename P::Running(std::move(policy));

@@ -208,10 +208,10 @@ GRADACCUM_INLINE void Accuracy::reduce(SumOfRanks sum) {
 GRADACCUM_INLINE void Predictions::add(const Loss& loss) {
   TORCH_CHECK(loss.output.defined(), "Predictions: needs outputs; return ga::Loss{mean, items}.with(output, target)");
   TORCH_CHECK(loss.output.dim() > 0, "Predictions: an output must have a row for each sample, got a 0-dim tensor");
-  outputs.push_back(loss.output.detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true));
+  outputs_.push_back(loss.output.detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true));
 }
 
-GRADACCUM_INLINE at::Tensor Predictions::value() const { return outputs.empty() ? at::empty({0}) : at::cat(outputs); }
+GRADACCUM_INLINE at::Tensor Predictions::value() const { return outputs_.empty() ? at::empty({0}) : at::cat(outputs_); }
 
 GRADACCUM_INLINE void ConfusionMatrix::add(const Loss& loss) {
   detail::add_confusion({"ConfusionMatrix", dim, ignore_index, task, threshold}, loss, counts);

@@ -22,7 +22,7 @@ namespace gradaccum {
 
 namespace detail {
 
-/// Averages of a model's tensors, and swapping them into it. Outside of Ema, whose member names it uses.
+/// Averages of a model's tensors, and swapping them into it.
 struct Averages {
   using Tensors = std::vector<std::pair<std::string, at::Tensor>>;  // of a model
   struct Average {
@@ -168,28 +168,20 @@ struct Averages {
 
 }  // namespace detail
 
-struct Ema::Run : detail::Averages {};
-
-GRADACCUM_INLINE Ema::Run& Ema::made_run() {
-  if (!run) run = std::make_shared<Run>();
-  return *run;
-}
-
-GRADACCUM_INLINE void Ema::update_module(torch::nn::Module& module) { made_run().update(module, buffers, decay_now()); }
-GRADACCUM_INLINE void Ema::swap_module(torch::nn::Module& module) { made_run().swap(module, buffers); }
-GRADACCUM_INLINE std::int64_t Ema::updates() const { return run ? run->updates : 0; }
-
-GRADACCUM_INLINE void Ema::attach_module(torch::nn::Module& module) {
-  decay_now();
-  made_run().attached = &module;
-}
-
-GRADACCUM_INLINE void Ema::after_step(const Step&) { update_module(*run->attached); }
-
-GRADACCUM_INLINE void Ema::state(Archive& archive) { made_run().state(archive, buffers); }
-
-GRADACCUM_INLINE double Ema::decay_now() const {
+GRADACCUM_INLINE Ema::Running::Running(const Ema& given) : Ema(given), averages_(std::make_shared<detail::Averages>()) {
   TORCH_CHECK(decay >= 0 && decay <= 1, "Ema: decay must be in [0, 1], got ", decay);
+}
+
+GRADACCUM_INLINE void Ema::Running::update_module(torch::nn::Module& module) {
+  averages_->update(module, buffers, decay_now());
+}
+GRADACCUM_INLINE void Ema::Running::swap_module(torch::nn::Module& module) { averages_->swap(module, buffers); }
+GRADACCUM_INLINE std::int64_t Ema::Running::updates() const { return averages_->updates; }
+GRADACCUM_INLINE void Ema::Running::attach_module(torch::nn::Module& module) { averages_->attached = &module; }
+GRADACCUM_INLINE void Ema::Running::after_step(const Step&) { update_module(*averages_->attached); }
+GRADACCUM_INLINE void Ema::Running::state(Archive& archive) { averages_->state(archive, buffers); }
+
+GRADACCUM_INLINE double Ema::Running::decay_now() const {
   const auto t = static_cast<double>(updates());
   return warmup ? std::min(decay, (1 + t) / (10 + t)) : decay;
 }

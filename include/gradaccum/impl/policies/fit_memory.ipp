@@ -24,20 +24,18 @@
 
 namespace gradaccum {
 
-struct FitMemory::Run : detail::MemoryFitter {};
-
 namespace detail {
 
 /// Divides a Trainer's batches into micro-batches that fit into memory; see `FitMemory`.
 class FittedBatches final : public BatchDivider {
  public:
-  FittedBatches(TrainerBase& trainer, const FitMemory& memory) : trainer_(trainer), memory_(memory) {}
+  FittedBatches(TrainerBase& trainer, const FitMemory::Running& memory) : trainer_(trainer), memory_(memory) {}
 
   /// Divides a batch of an evaluation into parts of as many rows as in training, if that number is known.
   void for_each_part(const AnyBatch& batch, c10::function_ref<void(const AnyBatch&)> use) const override {
     if (!batch.is_divisible()) return use(batch);
     const auto rows = batch.rows();
-    const auto at_once = memory_.fitter().known_rows(batch.kind()).value_or(rows);
+    const auto at_once = memory_.fitter_->known_rows(batch.kind()).value_or(rows);
     if (rows <= at_once) return use(batch);
     for (std::int64_t from = 0; from < rows; from += at_once) batch.part(from, std::min(rows, from + at_once), use);
   }
@@ -75,7 +73,7 @@ class FittedBatches final : public BatchDivider {
       begins = true;
     };
     if (from == to) return static_cast<void>(run_rows(0, 0));
-    memory_.fitter().run({memory_.budget, memory_.min_rows}, {kind, to - from, device, 2 * gradients, run_rows, undo,
+    memory_.fitter_->run({memory_.budget, memory_.min_rows}, {kind, to - from, device, 2 * gradients, run_rows, undo,
                                                               [&] { return loop().window().scaled(); }});
   }
 
@@ -83,15 +81,15 @@ class FittedBatches final : public BatchDivider {
   Loop& loop() const { return Loop::of(trainer_); }
 
   TrainerBase& trainer_;
-  const FitMemory& memory_;  // not its fitter: the policy may be assigned
+  const FitMemory::Running& memory_;
 };
 
 }  // namespace detail
 
-/// Copies the plan, so that the Trainer does not share it with other copies of this FitMemory. The copy starts with the
-/// sizes that were measured before, for example in a hand-written loop.
-GRADACCUM_INLINE void FitMemory::attach(TrainerBase& trainer) {
-  run = run ? std::make_shared<Run>(*run) : nullptr;
+GRADACCUM_INLINE FitMemory::Running::Running(FitMemory given)
+    : FitMemory(std::move(given)), fitter_(std::make_shared<detail::MemoryFitter>()) {}
+
+GRADACCUM_INLINE void FitMemory::Running::attach(TrainerBase& trainer) {
   trainer.when_built([this, &trainer] {
     TORCH_CHECK(!trainer.steps_in_backward(),
                 "FitMemory: must not be combined with OptimizerInBackward: steps during a backward pass cannot be "
@@ -99,27 +97,22 @@ GRADACCUM_INLINE void FitMemory::attach(TrainerBase& trainer) {
     TORCH_CHECK(!detail::Loop::of(trainer).peers() || !detail::Loop::of(trainer).peers()->take_each_backward(),
                 "FitMemory: must not be combined with Shard::gradients: gradients that were sent to other ranks cannot "
                 "be taken back when a backward pass runs out of memory; use Shard::optimizer");
-    fitter().find_parts(trainer.module(), checkpointed);
+    fitter_->find_parts(trainer.module(), checkpointed);
   });
   detail::Loop::of(trainer).divide_batches_by(std::make_unique<detail::FittedBatches>(trainer, *this));
 }
 
-GRADACCUM_INLINE void FitMemory::state(Archive& archive) {
+GRADACCUM_INLINE void FitMemory::Running::state(Archive& archive) {
   archive.setting("budget", budget);
   archive.setting("min_rows", min_rows);
-  fitter().state(archive);
+  fitter_->state(archive);
 }
 
-GRADACCUM_INLINE const MemoryPlan& FitMemory::plan() const { return fitter().plan(); }
-
-GRADACCUM_INLINE detail::MemoryFitter& FitMemory::fitter() const {
-  if (!run) run = std::make_shared<Run>();
-  return *run;
-}
+GRADACCUM_INLINE const MemoryPlan& FitMemory::Running::plan() const { return fitter_->plan(); }
 
 /// Leaves the last micro-batch incomplete, so that `step()` completes it and the window, as after any backward().
-GRADACCUM_INLINE Loss FitMemory::backward(Accumulator& optimizer, torch::nn::Module& module,
-                                          const detail::AnyBatch& batch) {
+GRADACCUM_INLINE Loss FitMemory::Running::backward(Accumulator& optimizer, torch::nn::Module& module,
+                                                   const detail::AnyBatch& batch) {
   auto& window = *optimizer.window_;
   TORCH_CHECK(optimizer.micro_steps() == 0 && !window.in_hand(),
               "FitMemory: backward must begin a window, which it fills; call optimizer.step() before the next");
@@ -133,7 +126,7 @@ GRADACCUM_INLINE Loss FitMemory::backward(Accumulator& optimizer, torch::nn::Mod
   const auto rows = batch.rows();
   TORCH_CHECK(rows > 0, "FitMemory: the batch must have rows");
   optimizer.refresh_parameters();
-  fitter().find_parts(module, checkpointed);
+  fitter_->find_parts(module, checkpointed);
   const auto parameters = window.optimizer().parameters();
   const auto device = parameters.empty() ? at::Device(at::kCPU) : parameters.front().device();
   const auto forward = detail::with_memory(device, [&] { return detail::ForwardUndo(module.buffers()); });
@@ -157,7 +150,7 @@ GRADACCUM_INLINE Loss FitMemory::backward(Accumulator& optimizer, torch::nn::Mod
     window.discard();
   };
   try {
-    run->run({budget, min_rows}, {kind, rows, device, 0, run_rows, undo, [&] { return window.scaled(); }});
+    fitter_->run({budget, min_rows}, {kind, rows, device, 0, run_rows, undo, [&] { return window.scaled(); }});
   } catch (...) {
     undo();
     throw;

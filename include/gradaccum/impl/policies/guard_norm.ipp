@@ -18,7 +18,7 @@
 
 namespace gradaccum {
 
-GRADACCUM_INLINE void GuardNorm::check() const {
+GRADACCUM_INLINE GuardNorm::Running::Running(const GuardNorm& given) : GuardNorm(given) {
   TORCH_CHECK(max > 0, "GuardNorm: max must be > 0, got ", max);
   TORCH_CHECK(max_ratio > 0, "GuardNorm: max_ratio must be > 0, got ", max_ratio);
   TORCH_CHECK(detail::is_finite(max) || detail::is_finite(max_ratio),
@@ -27,14 +27,13 @@ GRADACCUM_INLINE void GuardNorm::check() const {
   TORCH_CHECK(history >= 1, "GuardNorm: history must be >= 1, got ", history);
 }
 
-GRADACCUM_INLINE double GuardNorm::limit() const {
-  check();
-  if (!detail::is_finite(max_ratio) || norms.empty() || std::ssize(norms) < history / 2) return max;
-  return std::min(max, max_ratio * at::quantile(at::tensor(norms, at::kDouble), quantile).item<double>());
+GRADACCUM_INLINE double GuardNorm::Running::limit() const {
+  if (!detail::is_finite(max_ratio) || norms_.empty() || std::ssize(norms_) < history / 2) return max;
+  return std::min(max, max_ratio * at::quantile(at::tensor(norms_, at::kDouble), quantile).item<double>());
 }
 
 /// Does not keep norms of 0, as of frozen models: a median of 0 would reject every other norm.
-GRADACCUM_INLINE void GuardNorm::before_step(Gradients gradients) {
+GRADACCUM_INLINE void GuardNorm::Running::before_step(Gradients gradients) {
   const auto most = limit();
   if (gradients.items() == 0) return;
   if (!gradients.norm_before_clipping().defined())
@@ -43,12 +42,12 @@ GRADACCUM_INLINE void GuardNorm::before_step(Gradients gradients) {
   if (!detail::is_finite(norm)) return gradients.reject("a gradient norm of NaN or infinity");
   if (norm > most) gradients.reject(fmt::format("a gradient norm of {:.4g}, above {:.4g}", norm, most));
   if (norm == 0) return;
-  norms.push_back(norm);
-  if (std::ssize(norms) > history) norms.erase(norms.begin());
+  norms_.push_back(norm);
+  if (std::ssize(norms_) > history) norms_.erase(norms_.begin());
 }
 
-GRADACCUM_INLINE void GuardNorm::state(Archive& archive) {
-  auto saved = at::tensor(norms, at::kDouble);
+GRADACCUM_INLINE void GuardNorm::Running::state(Archive& archive) {
+  auto saved = at::tensor(norms_, at::kDouble);
   archive("norms", saved);
   if (!archive.loading()) return;
   const bool fits = saved.defined() && saved.layout() == at::kStrided && saved.device().is_cpu() && saved.dim() == 1 &&
@@ -59,7 +58,7 @@ GRADACCUM_INLINE void GuardNorm::state(Archive& archive) {
   const std::vector<double> loaded(first, first + saved.numel());
   for (const auto norm : loaded)
     TORCH_CHECK(detail::is_finite(norm) && norm > 0, "GuardNorm: norms of a state must be finite and > 0, got ", norm);
-  norms = loaded;
+  norms_ = loaded;
 }
 
 }  // namespace gradaccum

@@ -5,13 +5,12 @@
 #include <gradaccum/policies/schedule.hpp>
 
 #include <c10/util/Exception.h>
-#include <gradaccum/detail/training/any_policy.hpp>
 
 #include <gradaccum/impl/begin.ipp>
 
 namespace gradaccum {
 
-GRADACCUM_INLINE void ReduceLROnPlateau::check() const {
+GRADACCUM_INLINE ReduceLROnPlateau::Running::Running(ReduceLROnPlateau given) : ReduceLROnPlateau(std::move(given)) {
   TORCH_CHECK(factor > 0 && factor < 1, "ReduceLROnPlateau: factor must be in (0, 1), got ", factor);
   TORCH_CHECK(patience >= 0, "ReduceLROnPlateau: patience must be >= 0, got ", patience);
   TORCH_CHECK(threshold >= 0, "ReduceLROnPlateau: threshold must be >= 0, got ", threshold);
@@ -20,50 +19,39 @@ GRADACCUM_INLINE void ReduceLROnPlateau::check() const {
 }
 
 /// Computes in the order in which Python does.
-GRADACCUM_INLINE bool ReduceLROnPlateau::step(double number, LearningRates& lowered) {
-  check();
+GRADACCUM_INLINE bool ReduceLROnPlateau::Running::step(double number, LearningRates& lowered) {
   const auto which = detail::mode_of("ReduceLROnPlateau", metric, mode);
   const double sign = which == Mode::min ? 1 : -1;
-  const double bound = relative ? best * (1 - sign * threshold) : best - sign * threshold;
-  const bool better = detail::is_nan(best) ? detail::is_finite(number) || (sign * number < 0 && !detail::is_nan(number))
-                                           : sign * number < sign * bound && !detail::is_nan(number);
-  if (better) detail::warn_if_last("ReduceLROnPlateau", metric, which, best = number);
-  num_bad_epochs = better ? 0 : num_bad_epochs + 1;
-  if (cooldown_counter > 0) --cooldown_counter, num_bad_epochs = 0;
-  if (num_bad_epochs <= patience) return false;
+  const double bound = relative ? best_ * (1 - sign * threshold) : best_ - sign * threshold;
+  const bool better = detail::is_nan(best_)
+                          ? detail::is_finite(number) || (sign * number < 0 && !detail::is_nan(number))
+                          : sign * number < sign * bound && !detail::is_nan(number);
+  if (better) detail::warn_if_last("ReduceLROnPlateau", metric, which, best_ = number);
+  num_bad_epochs_ = better ? 0 : num_bad_epochs_ + 1;
+  if (cooldown_counter_ > 0) --cooldown_counter_, num_bad_epochs_ = 0;
+  if (num_bad_epochs_ <= patience) return false;
   lowered.reduce(factor, min_lr, eps);
-  cooldown_counter = cooldown;
-  num_bad_epochs = 0;
+  cooldown_counter_ = cooldown;
+  num_bad_epochs_ = 0;
   return true;
 }
 
-GRADACCUM_INLINE void ReduceLROnPlateau::state(Archive& archive) {
-  archive("best", best);
-  archive("num_bad_epochs", num_bad_epochs);
-  archive("cooldown_counter", cooldown_counter);
-  TORCH_CHECK(num_bad_epochs >= 0 && cooldown_counter >= 0, "ReduceLROnPlateau: the counts of a state must be >= 0");
+GRADACCUM_INLINE void ReduceLROnPlateau::Running::state(Archive& archive) {
+  archive("best", best_);
+  archive("num_bad_epochs", num_bad_epochs_);
+  archive("cooldown_counter", cooldown_counter_);
+  TORCH_CHECK(num_bad_epochs_ >= 0 && cooldown_counter_ >= 0, "ReduceLROnPlateau: the counts of a state must be >= 0");
 }
 
-namespace detail {
+GRADACCUM_INLINE void ReduceLROnPlateau::Running::attach(TrainerBase& trainer) {
+  trainer.when_built([this, &trainer] {
+    mode = detail::mode_of("ReduceLROnPlateau", metric, mode, &trainer.metrics());
+    rates_ = trainer.learning_rates();
+  });
+}
 
-struct PlateauRun {
-  static constexpr std::string_view name = ReduceLROnPlateau::name;
-
-  ReduceLROnPlateau& plateau;
-  LearningRates rates;
-
-  void on_validation(const Validation& validation) {
-    if (const auto number = validation[plateau.metric]; number && validation.due) plateau.step(*number, rates);
-  }
-  void state(Archive& archive) { plateau.state(archive); }
-};
-
-}  // namespace detail
-
-GRADACCUM_INLINE std::shared_ptr<PolicyRun> ReduceLROnPlateau::start(TrainerBase& trainer) {
-  check();
-  mode = detail::mode_of("ReduceLROnPlateau", metric, mode, &trainer.metrics());
-  return detail::started<detail::PlateauRun>(*this, trainer.learning_rates());
+GRADACCUM_INLINE void ReduceLROnPlateau::Running::on_validation(const Validation& validation) {
+  if (const auto number = validation[metric]; number && validation.due) step(*number, *rates_);
 }
 
 }  // namespace gradaccum

@@ -22,7 +22,7 @@ GRADACCUM_INLINE void check_options(const ValidateOptions& options) {
               name, "'");
 }
 
-GRADACCUM_INLINE std::shared_ptr<void> validating_scope(torch::nn::Module& module, Ema* ema) {
+GRADACCUM_INLINE std::shared_ptr<void> validating_scope(torch::nn::Module& module, Ema::Running* ema) {
   // Before the first update, the averages equal the weights.
   if (ema && ema->updates() == 0) ema = nullptr;
   const auto generators = states_of_generators();

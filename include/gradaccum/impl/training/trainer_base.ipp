@@ -137,7 +137,7 @@ GRADACCUM_INLINE void TrainerBase::will_set_learning_rate(const std::string& opt
   loop_->rates_set_.push_back(optimizer.empty() ? optimizer : optimizer + ".");
 }
 
-GRADACCUM_INLINE std::shared_ptr<detail::Communicator> TrainerBase::peers() const { return loop_->window_.peers(); }
+GRADACCUM_INLINE std::shared_ptr<detail::Communicator> TrainerBase::exchange() const { return loop_->window_.peers(); }
 GRADACCUM_INLINE std::shared_ptr<detail::Shards> TrainerBase::shards() const {
   return peers() ? peers()->shards() : nullptr;
 }
