@@ -4,6 +4,7 @@
 #include <gradaccum/detail/parallel/connections.hpp>
 #include <gradaccum/detail/parallel/rendezvous.hpp>
 #include <gradaccum/detail/parallel/replica_communicator.hpp>
+#include <gradaccum/detail/platform/sockets.hpp>
 #include <gradaccum/process_group.hpp>
 
 #include "support/no_threads.hpp"

@@ -47,7 +47,7 @@ class SafetensorsFile {
   explicit SafetensorsFile(const std::filesystem::path& path);
 
   /// Returns the names of the tensors, sorted.
-  std::vector<std::string> keys() const;
+  std::vector<std::string> keys() const { return detail::keys_of(header_.tensors); }
   bool contains(const std::string& name) const { return header_.tensors.contains(name); }
   const Metadata& metadata() const { return header_.metadata; }
   const std::filesystem::path& path() const { return path_; }

@@ -46,7 +46,7 @@ class WeightFiles {
   explicit WeightFiles(const std::filesystem::path& path);
 
   /// Returns the names of the tensors, sorted.
-  std::vector<std::string> keys() const;
+  std::vector<std::string> keys() const { return detail::keys_of(files_); }
   bool contains(const std::string& name) const { return files_.contains(name); }
 
   /// Returns the names of tensors that are in the files but not in the index. They are not loaded.

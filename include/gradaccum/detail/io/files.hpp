@@ -74,9 +74,6 @@ class MappedFile {
   std::span<std::byte> bytes() const { return bytes_; }
   std::string_view text() const { return {reinterpret_cast<const char*>(bytes_.data()), bytes_.size()}; }
 
-  /// Frees the memory that holds these bytes. The next access reads them from the disk again; writes to them are lost.
-  void release(std::span<const std::byte> bytes) const;
-
  private:
   std::span<std::byte> bytes_;
 };

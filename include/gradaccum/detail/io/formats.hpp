@@ -42,8 +42,9 @@ struct Manifest {
 
 inline constexpr const char* manifest_name = "manifest.json";
 
-/// Formats a CRC-32 as eight hexadecimal digits.
+/// Formats a CRC-32 as eight hexadecimal digits; `crc_of` computes it from a text first.
 std::string crc32_text(std::uint32_t crc);
+std::string crc_of(std::string_view text);
 
 /// Returns true for a name that stays inside its directory on any file system and is not the manifest's own.
 bool is_file_name(std::string_view name);
@@ -97,6 +98,13 @@ WeightMap read_weights_index(std::string_view text, const std::string& what);
 
 /// Returns the text of an index, like Python's `json.dumps` with sorted keys and an indent of 2.
 std::string text_of_index(const WeightMap& files, std::uint64_t total_parameters, std::uint64_t total_size);
+
+/// Returns the keys of a map.
+std::vector<std::string> keys_of(const auto& map) {
+  std::vector<std::string> keys;
+  for (auto& [key, value] : map) keys.push_back(key);
+  return keys;
+}
 
 /// Returns a name quoted as in JSON, shortened to fit one line of a message.
 std::string in_quotes(std::string_view name);

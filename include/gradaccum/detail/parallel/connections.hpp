@@ -9,6 +9,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <string>
@@ -104,14 +105,21 @@ class Connections {
   const void* exchange_ = nullptr;  // the exchange whose gradients are in flight
 };
 
+/// Runs `work`, for which other ranks wait, and ends their waiting if it throws. `connections` may be null.
+void or_give_up(const auto& connections, const auto& work) {
+  try {
+    work();
+  } catch (const std::exception& error) {
+    if (connections) connections->give_up(error.what());
+    throw;
+  }
+}
+
 /// Returns true if each rank has a device, and no two ranks share one, which NCCL rejects.
 bool each_has_its_own(const std::vector<std::string>& devices);
 
 /// Returns the machine and the CUDA device of all these tensors; "" if they are not on a single one, or without NCCL.
 std::string device_name(const std::vector<at::Tensor>& tensors);
-
-/// Returns this machine's address on the route to a host; "" if there is none.
-std::string address_towards(const std::string& host);
 
 /// Returns the address by which other machines reach this one: by its name; if that is a loopback address, as on
 /// Debian, on the route to rank 0's `host`; on rank 0's machine, on the route to another of the first `ranks` ranks.
@@ -119,8 +127,6 @@ std::string address_towards(const std::string& host);
 std::string reachable_address(c10d::Store& store, const std::string& name, const std::string& host, int rank,
                               int ranks);
 
-/// Returns the name of this machine.
-std::string machine_name();
 bool is_loopback(const std::string& address);
 std::string in_seconds(std::chrono::milliseconds time);
 

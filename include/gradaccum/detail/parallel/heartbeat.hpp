@@ -25,10 +25,6 @@ inline constexpr int most_ranks = 65536;
 /// The time that a process waits for others to start before it warns.
 inline constexpr std::chrono::milliseconds longest_silence{10000};
 
-/// Writes a text into a store, and reads it.
-void put(c10d::Store& store, const std::string& key, const std::string& text);
-std::string text_at(c10d::Store& store, const std::string& key);
-
 /// Detects processes that have ended. A thread of each increments a counter in the store several times a second.
 ///
 /// Gloo reports a closed connection only to the neighbours in a ring, and not which process has ended. The first

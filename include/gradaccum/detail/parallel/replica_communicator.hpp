@@ -8,7 +8,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
-#include <c10/util/FunctionRef.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -21,14 +20,9 @@
 
 #include <gradaccum/impl/begin.ipp>
 
-namespace torch::optim {
-class Optimizer;
-}
-
 namespace gradaccum::detail {
 
 class GradientExchange;
-class Shards;
 
 /// Gradients that are sent together, by their indices in the list of parameters.
 struct Bucket {
@@ -101,8 +95,6 @@ class ReplicaCommunicator final : public Communicator {
   Connections::Pending begin_sums(at::Tensor& sums, const WindowTotals& own) const;
   WindowTotals sums_of_all(const WindowTotals& own) const;
   void gather_norms(WindowGradients& window);
-  /// Runs `work`, for which other ranks wait, and ends their waiting if it throws.
-  void or_give_up(c10::function_ref<void()> work) const;
 
   std::shared_ptr<Connections> connections_;  // nullptr once the replicas are destroyed
   const ReplicasOptions options_;

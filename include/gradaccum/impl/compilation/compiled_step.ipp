@@ -210,8 +210,6 @@ struct StepTrace {
   Loss loss{at::Tensor()};  ///< values of the traced run
 };
 
-GRADACCUM_INLINE std::string crc_of(const std::string& text) { return crc32_text(crc32(text.data(), text.size())); }
-
 /// Packs a loss as a script returns it: in a list, because Python reads the sizes of a tuple's tensors, and a graph for
 /// any number of rows would then be for this number.
 GRADACCUM_INLINE torch::jit::Stack outputs_of(const Loss& loss, const std::vector<at::Tensor>& batch) {

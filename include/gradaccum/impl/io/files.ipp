@@ -129,10 +129,6 @@ GRADACCUM_INLINE MappedFile::~MappedFile() {
   if (!bytes_.empty()) unmap(bytes_);
 }
 
-GRADACCUM_INLINE void MappedFile::release(std::span<const std::byte> bytes) const {
-  discard_pages({const_cast<std::byte*>(bytes.data()), bytes.size()});
-}
-
 GRADACCUM_INLINE OutputFile::OutputFile(std::filesystem::path path, Cache cache)
     : path_(std::move(path)), direct_(cache == Cache::passed_by), descriptor_(path_, Descriptor::Open::new_file) {
   if (!descriptor_) fail("must be a new file that can be created");

@@ -130,6 +130,8 @@ GRADACCUM_INLINE std::string crc32_text(std::uint32_t crc) {
   return digits;
 }
 
+GRADACCUM_INLINE std::string crc_of(std::string_view text) { return crc32_text(crc32(text.data(), text.size())); }
+
 GRADACCUM_INLINE bool is_file_name(std::string_view name) {
   return !name.empty() && name.size() <= 255 && name.front() != '.' && name != manifest_name &&
          name.find_first_not_of(plain_characters) == name.npos;
@@ -154,11 +156,9 @@ GRADACCUM_INLINE std::string lines_of(const std::vector<std::pair<std::string, s
 
 GRADACCUM_INLINE std::string json_of_value(const Manifest::Value& value) {
   if (auto* const text = std::get_if<std::string>(&value)) return quoted(*text);
-  if (auto* const flag = std::get_if<bool>(&value)) return *flag ? "true" : "false";
-  if (auto* const whole = std::get_if<std::int64_t>(&value)) return std::to_string(*whole);
-  const auto number = std::get<double>(value);
-  if (detail::is_finite(number)) return Json(number).dump();
-  return lines_of({{"double", detail::is_nan(number) ? "\"nan\"" : number > 0 ? "\"inf\"" : "\"-inf\""}}, 3);
+  const auto* const number = std::get_if<double>(&value);
+  if (!number || is_finite(*number)) return std::visit([](auto& held) { return Json(held).dump(); }, value);
+  return lines_of({{"double", is_nan(*number) ? "\"nan\"" : *number > 0 ? "\"inf\"" : "\"-inf\""}}, 3);
 }
 
 GRADACCUM_INLINE std::string text_of(const Manifest& manifest) {
@@ -181,15 +181,14 @@ GRADACCUM_INLINE std::string text_of(const Manifest& manifest) {
               "\n";
   if (text.size() > Manifest::max_bytes)
     throw std::runtime_error("manifest.json: must have at most 64 MiB, got " + std::to_string(text.size()) + " bytes");
-  return text.replace(text.find("00000000"), 8, crc32_text(crc32(text.data(), text.size())));
+  return text.replace(text.find("00000000"), 8, crc_of(text));
 }
 
 /// Turns untrusted JSON into a manifest.
 struct ManifestReader {
   const std::string& what;
-  std::string format;
 
-  Manifest read(std::string_view text) const {
+  Manifest read(std::string_view text, const std::string& format) const {
     if (text.size() > Manifest::max_bytes)
       fail("must have at most " + std::to_string(Manifest::max_bytes) + " bytes", text.size());
     const auto json = parse_json(text, 3, what);
@@ -240,8 +239,7 @@ struct ManifestReader {
   void check_crc32(const std::string& digits, std::string_view text) const {
     const auto at = text.find(digits);
     if (at == text.npos || digits.size() != 8) fail("\"crc32\" must be eight digits 0-9 a-f", digits);
-    const auto before = crc32("00000000", 8, crc32(text.data(), at));
-    const auto computed = crc32_text(crc32(text.data() + at + 8, text.size() - at - 8, before));
+    const auto computed = crc_of(std::string(text).replace(at, 8, "00000000"));
     if (computed != digits) fail("must be as it was written, with the CRC-32 " + digits, computed);
   }
 
@@ -275,7 +273,7 @@ struct ManifestReader {
 };
 
 GRADACCUM_INLINE Manifest manifest_of(std::string_view text, const std::string& what, std::string_view format) {
-  return ManifestReader{what, std::string(format)}.read(text);
+  return ManifestReader{what}.read(text, std::string(format));
 }
 
 GRADACCUM_INLINE void write_manifest(const std::filesystem::path& folder, const Manifest& manifest) {

@@ -160,10 +160,10 @@ GRADACCUM_INLINE PlannedFiles divide_into_shards(const std::vector<io::PlannedTe
                                                  std::uint64_t most_bytes) {
   TORCH_CHECK(most_bytes > 0, "SaveShardedOptions: shard_bytes must be > 0, got 0");
   PlannedFiles shards(1);
-  std::map<std::string, io::PlannedTensor> all;
+  std::set<std::string> names;
   std::uint64_t bytes = 0;
   for (auto& tensor : tensors) {
-    TORCH_CHECK(all.emplace(tensor.name, tensor).second, "save_sharded: each tensor must have a name of its own, got ",
+    TORCH_CHECK(names.insert(tensor.name).second, "save_sharded: each tensor must have a name of its own, got ",
                 in_quotes(tensor.name), " twice");
     const auto size = planned_entry(tensor.name, tensor.dtype, tensor.shape).end;
     if (!shards.back().empty() && (size > most_bytes || bytes > most_bytes - size)) {
@@ -383,12 +383,6 @@ GRADACCUM_INLINE WeightFiles::WeightFiles(const std::filesystem::path& path) : p
   for (auto& [name, file] : files_)
     if (!index.contains(name)) unlisted_.push_back(name);
   for (auto& name : unlisted_) files_.erase(name);
-}
-
-GRADACCUM_INLINE std::vector<std::string> WeightFiles::keys() const {
-  std::vector<std::string> names;
-  for (auto& [name, file] : files_) names.push_back(name);
-  return names;
 }
 
 GRADACCUM_INLINE const SafetensorsFile& WeightFiles::file_of(const std::string& name) const {

@@ -22,12 +22,6 @@ GRADACCUM_INLINE SafetensorsFile::SafetensorsFile(const std::filesystem::path& p
       file_(std::make_shared<detail::MappedFile>(path)),
       header_(detail::read_safetensors_header(file_->text(), path.string())) {}
 
-GRADACCUM_INLINE std::vector<std::string> SafetensorsFile::keys() const {
-  std::vector<std::string> names;
-  for (auto& [name, entry] : header_.tensors) names.push_back(name);
-  return names;
-}
-
 GRADACCUM_INLINE const detail::SafetensorsEntry& SafetensorsFile::entry_of(const std::string& name) const {
   const auto found = header_.tensors.find(name);
   TORCH_CHECK(found != header_.tensors.end(), path_.string(), ": must have a tensor ", detail::in_quotes(name),
@@ -40,7 +34,7 @@ GRADACCUM_INLINE std::span<std::byte> SafetensorsFile::bytes_of(const detail::Sa
 }
 
 GRADACCUM_INLINE void SafetensorsFile::release(const std::string& name) const {
-  file_->release(bytes_of(entry_of(name)));
+  detail::discard_pages(bytes_of(entry_of(name)));
 }
 
 GRADACCUM_INLINE at::Tensor SafetensorsFile::get_tensor(const std::string& name) const {

@@ -7,14 +7,12 @@
 #include <gradaccum/detail/platform/sockets.hpp>
 #include <gradaccum/detail/types/types.hpp>
 
-#include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
-#include <c10/util/ScopeExit.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -32,7 +30,6 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 #endif
 
-#include <array>
 #include <cstddef>
 #include <cstdlib>
 #include <exception>
@@ -154,9 +151,9 @@ GRADACCUM_INLINE std::string reachable_address(c10d::Store& store, const std::st
   const auto key_of = [](int of) { return "address/" + std::to_string(of); };
   auto own = address_towards(name);
   if (is_loopback(own)) own = address_towards(host);
-  put(store, key_of(rank), own);
+  store.set(key_of(rank), own);
   for (int other = 0; other < ranks && is_loopback(own); ++other) {
-    const auto theirs = text_at(store, key_of(other));
+    const auto theirs = store.get_to_str(key_of(other));
     if (is_loopback(theirs)) continue;
     own = address_towards(theirs);
     TORCH_CHECK(!is_loopback(own), "no network interface reaches rank ", other, " at ", theirs);
@@ -222,7 +219,7 @@ GRADACCUM_INLINE Connections::Connections(const c10::intrusive_ptr<c10d::Store>&
       timeout_(timeout),
       store_(store),
       heartbeat_(store->clone(), store_name, rank, world_size) {  // calls of one connection wait for each other
-  try {
+  or_give_up(this, [&] {
     meet("to start", patience);
     const auto gradients = prepare_gloo(store, "gradients", host, rank, world_size, timeout);
     const auto agreement = prepare_gloo(store, "agreement", host, rank, world_size, timeout);
@@ -230,10 +227,7 @@ GRADACCUM_INLINE Connections::Connections(const c10::intrusive_ptr<c10d::Store>&
     gradients_ = gradients();
     agreement_ = agreement();
     meet("to connect", patience);
-  } catch (const std::exception& error) {
-    give_up(error.what());
-    throw;
-  }
+  });
 }
 
 GRADACCUM_INLINE void Connections::meet(const std::string& point, std::chrono::milliseconds patience) {
@@ -308,14 +302,11 @@ GRADACCUM_INLINE Connections::Channel Connections::connect_devices(const std::ve
                                                                    at::Device own) {
   if (!each_has_its_own(devices) || (nccl_ && devices != devices_)) return Channel::gradients;
   if (nccl_) return Channel::devices;
-  try {
+  or_give_up(this, [&] {
     nccl_ = std::make_unique<NcclConnection>(store_->clone(), rank_, world_size_, own, timeout_);
     if (!heartbeat_.poll([&] { return nccl_->answers(); }, timeout_)) fail(heartbeat_.explain(), "NCCL to connect");
     nccl_->check();
-  } catch (const std::exception& error) {
-    give_up(error.what());
-    throw;
-  }
+  });
   devices_ = devices;
   return Channel::devices;
 }

@@ -27,15 +27,6 @@ GRADACCUM_INLINE std::string have_ended(const std::vector<int>& ranks) {
   return ranks.size() == 1 ? "rank " + text + " has ended or hangs" : "ranks " + text + " have ended or hang";
 }
 
-GRADACCUM_INLINE void put(c10d::Store& store, const std::string& key, const std::string& text) {
-  store.set(key, std::vector<std::uint8_t>(text.begin(), text.end()));
-}
-
-GRADACCUM_INLINE std::string text_at(c10d::Store& store, const std::string& key) {
-  const auto bytes = store.get(key);
-  return {bytes.begin(), bytes.end()};
-}
-
 /// The entries of processes in their store: counters that show that each is alive and how far it is, and a failure. For
 /// use by one thread, except for `answers`. Each call waits for the store.
 class HeartbeatEntries {
@@ -51,9 +42,9 @@ class HeartbeatEntries {
   void count_waits(std::int64_t times) {
     if (times > 0) add(waits_of(rank_), times);
   }
-  void set_failure(const std::string& what) { put(*store_, "failure", what); }
+  void set_failure(const std::string& what) { store_->set("failure", what); }
   std::optional<std::string> failure() {
-    return store_->check({"failure"}) ? std::optional(text_at(*store_, "failure")) : std::nullopt;
+    return store_->check({"failure"}) ? std::optional(store_->get_to_str("failure")) : std::nullopt;
   }
 
   /// Returns the beats of ranks in [`first`, `last`): 0 before a rank starts, at least `left` after it has left.
@@ -104,7 +95,7 @@ class HeartbeatEntries {
     if (store_->hasExtendedApi())
       for (auto& bytes : store_->multiGet(keys)) numbers.push_back(std::stoll(std::string(bytes.begin(), bytes.end())));
     else
-      for (auto& key : keys) numbers.push_back(std::stoll(text_at(*store_, key)));
+      for (auto& key : keys) numbers.push_back(std::stoll(store_->get_to_str(key)));
     return numbers;
   }
 

@@ -12,7 +12,6 @@
 #include <ATen/Context.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
-#include <c10/util/ScopeExit.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -49,7 +48,7 @@ GRADACCUM_INLINE ProcessGroup::ProcessGroup(const detail::LaunchEnvironment& env
   static std::atomic<int> groups = 0;
   const auto prefix = detail::plain_text("gradaccum/", environment.attempt, "/", groups++);
   store = c10::make_intrusive<c10d::PrefixStore>(prefix, store);
-  detail::put(*store, detail::host_key(rank_), detail::machine_name());
+  store->set(detail::host_key(rank_), detail::machine_name());
   // Connecting comes last: after it, rank 0 may end, and its store with it.
   if (local_rank_ < 0) local_rank_ = detail::local_rank_by_host(*store, rank_, detail::machine_name());
   connections_ = std::make_shared<detail::Connections>(store, environment.address, store_name, rank_, world_size_,

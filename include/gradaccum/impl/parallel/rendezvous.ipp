@@ -9,7 +9,6 @@
 #include <gradaccum/detail/types/types.hpp>
 
 #include <c10/util/Exception.h>
-#include <c10/util/ScopeExit.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
@@ -81,10 +80,10 @@ GRADACCUM_INLINE LaunchEnvironment launch_environment(const EnvironmentLookup& l
   }
   environment.world_size = number(found->world_size, 1, most_ranks);
   environment.rank = number(found->rank, 0, environment.world_size - 1);
-  environment.local_rank = environment.world_size == 1 ? 0 : -1;
+  if (environment.world_size == 1) return environment;
+  environment.local_rank = -1;
   for (const auto* const variable : found->local_rank)
     if (environment.local_rank < 0 && lookup(variable)) environment.local_rank = number(variable, 0, environment.rank);
-  if (environment.world_size == 1) return environment;
   if (const auto address = lookup("MASTER_ADDR")) {
     environment.address = *address;
   } else {
@@ -165,7 +164,7 @@ GRADACCUM_INLINE int local_rank_by_host(c10d::Store& store, int rank, const std:
   int lower = 0;
   for (int other = 0; other < rank; ++other) {
     try {
-      lower += text_at(store, host_key(other)) == host;
+      lower += store.get_to_str(host_key(other)) == host;
     } catch (const std::exception& error) {
       TORCH_CHECK(false, "ProcessGroup: rank ", other, " could not be reached by rank ", rank,
                   ": it has not started or has ended: ", first_line(error.what()));

@@ -19,6 +19,7 @@
 #include <ATen/ops/view_as_real.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
+#include <c10/util/FunctionRef.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/optim/optimizer.h>
 
@@ -30,7 +31,6 @@
 #include <numeric>
 #include <sstream>
 #include <tuple>
-#include <type_traits>
 #include <variant>
 
 #include <gradaccum/impl/begin.ipp>
@@ -614,8 +614,7 @@ GRADACCUM_INLINE void all_gather_parameters(Connections& connections, Connection
     copied -= parcel.copied_bytes();
   };
   auto parcels = parcels_of(shards, indices, bucket_bytes);
-  std::size_t most = 0;
-  for (auto& of_rank : parcels) most = std::max(most, of_rank.size());
+  const auto most = std::ranges::max_element(parcels, {}, [](auto& of_rank) { return of_rank.size(); })->size();
   for (std::size_t i = 0; i < most; ++i)
     for (auto& of_rank : parcels) {  // in turn, which keeps all links busy in both directions
       if (i >= of_rank.size()) continue;
@@ -741,17 +740,8 @@ GRADACCUM_INLINE void ReplicaCommunicator::end_window() {
     connections_->give_up("a window was discarded, or met an exception, when others counted on its gradients");
 }
 
-GRADACCUM_INLINE void ReplicaCommunicator::or_give_up(c10::function_ref<void()> work) const {
-  try {
-    work();
-  } catch (const std::exception& error) {
-    if (connections_) connections_->give_up(error.what());
-    throw;
-  }
-}
-
 GRADACCUM_INLINE void ReplicaCommunicator::reduce(const std::shared_ptr<WindowGradients>& window) {
-  or_give_up([&] {
+  or_give_up(connections_, [&] {
     begin_exchange(window);
     const auto all = joined_ ? *joined_ : agree(window, /*active=*/true);
     if (!shards_)
@@ -791,7 +781,7 @@ GRADACCUM_INLINE StepResult ReplicaCommunicator::step(AnyOptimizer& optimizer,
   TORCH_CHECK(connections_, "Replicas: must outlive training with the accumulator, but were destroyed");
   connections_->check_usable();  // otherwise this rank would step before it notices a failure
   StepResult result = StepResult::empty;
-  or_give_up([&] {
+  or_give_up(connections_, [&] {
     if (!used_.empty()) {
       shards_->check();
       shards_->check_can_be_stepped();
@@ -810,7 +800,7 @@ GRADACCUM_INLINE StepResult ReplicaCommunicator::step(AnyOptimizer& optimizer,
 
 GRADACCUM_INLINE bool ReplicaCommunicator::others_continue(const std::shared_ptr<WindowGradients>& window) {
   TORCH_CHECK(!joined_, "Replicas: others_continue() was called twice; call step() with the other ranks first");
-  or_give_up([&] {
+  or_give_up(connections_, [&] {
     begin_exchange(window);
     joined_ = agree(window, /*active=*/false);
   });
@@ -868,16 +858,10 @@ GRADACCUM_INLINE WindowTotals ReplicaCommunicator::agree(const std::shared_ptr<W
 GRADACCUM_INLINE std::string pack(const Archive::Values& values) {
   std::vector<c10::IValue> all;
   for (auto& [name, value] : values) {
+    const auto* const tensor = std::get_if<at::Tensor>(&value);
+    TORCH_INTERNAL_ASSERT(!tensor || !tensor->defined());
     all.emplace_back(name);
-    std::visit(
-        [&]<class T>(const T& held) {
-          if constexpr (!std::is_same_v<T, at::Tensor>)
-            all.emplace_back(held);
-          else
-            TORCH_INTERNAL_ASSERT(!held.defined());
-        },
-        value);
-    all.resize(2 * ((all.size() + 1) / 2));  // nothing in place of an undefined tensor
+    all.push_back(tensor ? c10::IValue() : std::visit([](auto& held) { return c10::IValue(held); }, value));
   }
   const auto bytes = torch::jit::pickle(c10::ivalue::Tuple::create(std::move(all)));
   return {bytes.begin(), bytes.end()};
@@ -937,7 +921,7 @@ GRADACCUM_INLINE Archive::Values different_values(const Archive::Values& values,
 GRADACCUM_INLINE void ReplicaCommunicator::gather(Archive& archive) const {
   TORCH_CHECK(connections_ || !shards_, "Replicas: must outlive saving what they have sharded, but were destroyed");
   if (!connections_) return;
-  or_give_up([&] {
+  or_give_up(connections_, [&] {
     const bool is_first = rank() == 0;
     const auto first = unpack(connections_->all_gather(is_first ? pack(fingerprints_of(archive.values())) : "")[0]);
     auto own = is_first ? Archive::Values() : different_values(archive.values(), first);
@@ -959,14 +943,10 @@ GRADACCUM_INLINE void ReplicaCommunicator::gather(Archive& archive) const {
 GRADACCUM_INLINE void ReplicaCommunicator::keep_own_values(Archive::Values& values) const {
   Archive::Values own;
   const auto prefix = prefix_of_rank(rank());
-  for (auto value = values.lower_bound("rank_"); value != values.end() && value->first.starts_with("rank_");) {
-    if (without_rank(value->first) == value->first) {  // another part's name may begin like that
-      ++value;
-      continue;
-    }
-    if (value->first.starts_with(prefix)) own[value->first.substr(prefix.size())] = value->second;
-    value = values.erase(value);
-  }
+  std::erase_if(values, [&](auto& value) {
+    if (value.first.starts_with(prefix)) own[value.first.substr(prefix.size())] = value.second;
+    return without_rank(value.first) != value.first;  // another part's name may also begin with "rank_"
+  });
   if (const auto missing = own.extract(names_missing)) {
     std::istringstream lines(std::get<std::string>(missing.mapped()));
     for (std::string name; std::getline(lines, name);) values.erase(name);
