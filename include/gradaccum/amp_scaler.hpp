@@ -7,7 +7,6 @@
 #include <gradaccum/gradients.hpp>
 
 #include <ATen/core/Tensor.h>
-#include <torch/optim/optimizer.h>
 
 #include <concepts>
 #include <cstdint>
@@ -16,10 +15,6 @@
 #include <optional>
 #include <string>
 #include <vector>
-
-namespace torch::optim {
-class LBFGS;  // its header would take 9 s per translation unit
-}
 
 namespace gradaccum {
 

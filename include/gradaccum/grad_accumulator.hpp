@@ -19,10 +19,6 @@
 #include <string>
 #include <thread>
 
-namespace torch::optim {
-class LBFGS;  // its header would take 9 s per translation unit
-}
-
 namespace gradaccum {
 
 /// Options of a `GradAccumulator`.
@@ -196,8 +192,7 @@ class GradAccumulator : public Accumulator {
     *given;
   };
   static_assert(!is_pointer, "GradAccumulator: wraps an optimizer by reference, not a pointer to one: pass *optimizer");
-  static_assert(is_pointer || gradaccum::optimizer<Optimizer> || accumulating<Optimizer> ||
-                    std::derived_from<Optimizer, torch::optim::LBFGS>,
+  static_assert(is_pointer || gradaccum::optimizer<Optimizer> || std::derived_from<Optimizer, torch::optim::LBFGS>,
                 "GradAccumulator: an optimizer has step(), zero_grad() and param_groups()");
 
  public:

@@ -7,7 +7,6 @@
 #include <gradaccum/checkpoint.hpp>
 #include <gradaccum/checkpointed_sequential.hpp>
 #include <gradaccum/detail/window/open_window.hpp>
-#include <gradaccum/detail/window/step_in_backward.hpp>
 #include <gradaccum/detail/window/window_gradients.hpp>
 #include <gradaccum/grad_accumulator.hpp>
 #include <gradaccum/memory_meter.hpp>

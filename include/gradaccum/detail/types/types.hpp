@@ -7,7 +7,6 @@
 #include <c10/util/Type.h>
 #include <torch/nn/module.h>
 
-#include <algorithm>
 #include <concepts>
 #include <cstdint>
 #include <locale>
@@ -90,10 +89,7 @@ inline std::istringstream plain_stream(const std::string& text) {
 }
 
 /// Returns a message without the stack trace that follows it in LibTorch's errors.
-inline std::string first_line(std::string text) {
-  text.resize(std::min(text.find('\n'), text.size()));
-  return text;
-}
+inline std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
 /// Returns the result of `run`. Adds the text of `context` to an error of LibTorch that contains `says`, unless null.
 auto explaining(const char* says, const auto& context, const auto& run) try {

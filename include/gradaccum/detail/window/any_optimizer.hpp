@@ -13,6 +13,10 @@
 #include <string>
 #include <vector>
 
+namespace torch::optim {
+class LBFGS;  // its header would take 9 s per translation unit
+}
+
 namespace gradaccum::optim {
 
 /// A parameter group, by reference.
@@ -35,6 +39,11 @@ struct NamedOptimizer {
 }  // namespace gradaccum::optim
 
 namespace gradaccum::detail {
+
+/// Returns nothing for user-made options without a learning rate, for which LibTorch's base class throws.
+std::optional<double> learning_rate(auto&& options) try { return options.get_lr(); } catch (const c10::Error&) {
+  return std::nullopt;
+}
 
 /// A reference to an optimizer of any class, so that the code of windows is compiled once.
 class AnyOptimizer {
@@ -88,11 +97,9 @@ class OptimizerOf final : public AnyOptimizer {
       if constexpr (std::convertible_to<decltype(group), optim::ParamGroupRef>) all.push_back(group);
     return all;
   }
-  std::optional<double> learning_rate() const override try {
+  std::optional<double> learning_rate() const override {
     if constexpr (requires { optimizer_.param_groups().front().options().get_lr(); })
-      if (!optimizer_.param_groups().empty()) return optimizer_.param_groups().front().options().get_lr();
-    return std::nullopt;
-  } catch (const c10::Error&) {  // get_lr() of LibTorch's base class throws, for custom options
+      if (!optimizer_.param_groups().empty()) return detail::learning_rate(optimizer_.param_groups().front().options());
     return std::nullopt;
   }
   void step(const Gradients& gradients) override {
@@ -117,9 +124,6 @@ class OptimizerOf final : public AnyOptimizer {
 
 /// Returns true if a part of a parameter may be stepped. False for classes derived from LibTorch's.
 bool steps_by_elements(const torch::optim::Optimizer& optimizer);
-
-/// Returns nothing for user-made options without a learning rate, for which LibTorch's base class throws.
-std::optional<double> learning_rate(const torch::optim::OptimizerOptions& options);
 
 /// Returns the names, as in `Muon, AdamW`.
 std::string names_of(const std::vector<optim::NamedOptimizer>& optimizers);

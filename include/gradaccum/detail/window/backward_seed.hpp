@@ -21,14 +21,9 @@ struct BackwardSeed : c10::DebugInfoBase {
 };
 
 /// Sets the seed that `backward_seed()` returns in a scope.
-class BackwardSeedScope {
- public:
+struct BackwardSeedScope : c10::DebugInfoGuard {
   BackwardSeedScope(Multiplier seed, at::Device device)
-      : guard_(BackwardSeed::key(), std::make_shared<BackwardSeed>(std::move(seed), device)) {}
-  BackwardSeedScope& operator=(BackwardSeedScope&&) = delete;
-
- private:
-  c10::DebugInfoGuard guard_;
+      : DebugInfoGuard(BackwardSeed::key(), std::make_shared<BackwardSeed>(std::move(seed), device)) {}
 };
 
 }  // namespace gradaccum::detail

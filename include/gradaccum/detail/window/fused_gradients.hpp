@@ -32,10 +32,10 @@ class FusedGradients {
  public:
   using OfSeed = std::function<std::vector<at::Tensor>(const at::Tensor& seed)>;
 
-  FusedGradients(std::vector<at::Tensor> parameters, OfSeed of_seed);
+  FusedGradients(const at::Tensor& mean, std::vector<at::Tensor> parameters, OfSeed of_seed);
 
-  /// Returns the mean as a tensor whose backward computes these gradients. A mean that has a graph keeps it.
-  at::Tensor attached_to(const at::Tensor& mean);
+  /// The mean as a tensor whose backward computes these gradients. A mean that has a graph keeps it.
+  const at::Tensor& attached_mean() const { return mean_; }
 
   /// Adds the gradients to the parameters'. Returns false if autograd's engine must do that: another mean has replaced
   /// this one, hooks expect the gradients, or there are none for this seed.

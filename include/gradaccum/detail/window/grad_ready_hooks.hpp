@@ -45,7 +45,6 @@ class GradReadyScope {
 
  private:
   std::shared_ptr<GradReadyListener> listener_;
-  std::vector<const at::Tensor*> listening_;
 };
 
 /// Returns true if autograd's engine would only add to the parameter's gradient, and call what `say_added` calls: no

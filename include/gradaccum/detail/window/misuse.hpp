@@ -79,15 +79,13 @@ class CloseWatch final : public GradReadyListener {
   bool window_is_empty = true;
 };
 
-/// Picks three parameters with gradients: the first, the last and the middle one.
+/// Picks three parameters with gradients: the first, the middle and the last one.
 inline std::vector<at::Tensor> some_of(const std::vector<at::Tensor>& parameters) {
-  constexpr std::size_t enough = 3;
-  std::vector<at::Tensor> learning, some;
+  std::vector<at::Tensor> learning;
   for (auto& parameter : parameters)
     if (parameter.requires_grad() && parameter.is_leaf()) learning.push_back(parameter);
-  if (learning.size() <= enough) return learning;
-  for (std::size_t i = 0; i < enough; ++i) some.push_back(learning[i * (learning.size() - 1) / (enough - 1)]);
-  return some;
+  if (learning.size() <= 3) return learning;
+  return {learning.front(), learning[(learning.size() - 1) / 2], learning.back()};
 }
 
 /// Checks that the seed of backward, the weight relative to the window's first one, fits the dtype of the loss.
@@ -113,9 +111,8 @@ class Misuse {
     auto some = some_of(parameters);
     if (same_parameters(some, close_watch_->parameters())) return;
     auto next = std::make_shared<CloseWatch>(std::move(some));
-    auto scope = std::make_unique<GradReadyScope>(next);
+    close_watch_scope_ = std::make_unique<GradReadyScope>(next);
     close_watch_ = std::move(next);
-    close_watch_scope_ = std::move(scope);
     close_watch_->look();
   }
 
@@ -230,8 +227,7 @@ class Misuse {
   }
 
   void at_zero_grad() const {
-    if (window_.gradients->spoiled() || window_.in_hand || !touched()) return;
-    TORCH_CHECK(false,
+    TORCH_CHECK(window_.gradients->spoiled() || window_.in_hand || !touched(),
                 "GradAccumulator: zero_grad() was called in the middle of a window whose gradients changed after the "
                 "last step(). If a backward had no step(), call step() between each backward and zero_grad(). If a "
                 "backward for other parameters, such as a GAN's generator, also reached these, name those that it is "

@@ -139,8 +139,14 @@ class OpenWindow {
   const std::unique_ptr<Misuse> misuse_;
 };
 
+/// Runs `backward`, and steps each parameter of `window` when its gradient arrives. The window's factor and weights
+/// must be complete.
+void step_in_backward(const std::shared_ptr<WindowGradients>& window, AnyOptimizer& optimizer,
+                      c10::function_ref<void()> backward);
+
 }  // namespace gradaccum::detail
 
 #ifndef GRADACCUM_COMPILED
 #include <gradaccum/impl/window/open_window.ipp>
+#include <gradaccum/impl/window/step_in_backward.ipp>
 #endif

@@ -296,9 +296,7 @@ struct AmpScaler::State {
     detail::check_none_is_half(parameters);
     Gradients gradients = accumulator ? accumulator->gradients() : Gradients(parameters);
     unscale(gradients.factor());
-    one.stage = Stage::ready;
-    one.gradients = std::move(gradients);
-    one.accumulator = accumulator;
+    one = {.gradients = std::move(gradients), .accumulator = accumulator};
   }
 
   bool any_open() const {

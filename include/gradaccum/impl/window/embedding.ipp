@@ -4,8 +4,6 @@
 
 #include <gradaccum/embedding.hpp>
 
-#include <gradaccum/gradients.hpp>
-
 #include <gradaccum/detail/window/grad_ready_hooks.hpp>
 
 #include <ATen/core/List.h>

@@ -38,17 +38,14 @@ class FusedBackward final : public torch::autograd::Node {
   FusedGradients::OfSeed of_seed_;
 };
 
-GRADACCUM_INLINE FusedGradients::FusedGradients(std::vector<at::Tensor> parameters, OfSeed of_seed)
-    : parameters_(std::move(parameters)), of_seed_(std::move(of_seed)) {
+GRADACCUM_INLINE FusedGradients::FusedGradients(const at::Tensor& mean, std::vector<at::Tensor> parameters,
+                                                OfSeed of_seed)
+    : parameters_(std::move(parameters)), of_seed_(std::move(of_seed)), mean_(mean) {
   TORCH_CHECK(of_seed_, "Loss: with_gradients() must get a function, got an empty one");
   for (auto& parameter : parameters_)
     TORCH_CHECK(parameter.defined() && parameter.is_leaf(),
                 "Loss: with_gradients() must get parameters, which are leaves of the graph, got ",
                 parameter.defined() ? "the result of an operation" : "an undefined tensor");
-}
-
-GRADACCUM_INLINE at::Tensor FusedGradients::attached_to(const at::Tensor& mean) {
-  mean_ = mean;
   if (!mean.requires_grad()) {
     const auto node = new_node<FusedBackward>(of_seed_);
     node->set_next_edges(torch::autograd::collect_next_edges(parameters_));
@@ -56,7 +53,6 @@ GRADACCUM_INLINE at::Tensor FusedGradients::attached_to(const at::Tensor& mean) 
     torch::autograd::set_history(mean_, node);
   }
   node_ = mean_.grad_fn().get();
-  return mean_;
 }
 
 /// Stores a first gradient, or adds one whose layout differs from the sum's. Copies it if the caller has kept it.

@@ -8,7 +8,6 @@
 #include <gradaccum/detail/window/open_window.hpp>
 #include <gradaccum/detail/window/optimizer_facade.hpp>
 
-#include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
 #include <gradaccum/impl/begin.ipp>

@@ -10,16 +10,13 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <utility>
-
 #include <gradaccum/impl/begin.ipp>
 
 namespace gradaccum::detail {
 
 /// Calls the listener after the hook that was in the slot. The scope owns the listener, which may hold the parameter.
 struct GradReadyHook final : torch::autograd::PostAccumulateGradHook {
-  GradReadyHook(const std::shared_ptr<GradReadyListener>& whom, std::size_t where)
-      : listener(whom), address(whom.get()), place(where) {}
+  GradReadyHook(const std::shared_ptr<GradReadyListener>& whom, std::size_t where) : listener(whom), place(where) {}
 
   void operator()(const at::Tensor& parameter) override {
     const auto there = listener.lock();  // keeps the listener alive during the calls
@@ -29,21 +26,18 @@ struct GradReadyHook final : torch::autograd::PostAccumulateGradHook {
   }
 
   std::weak_ptr<GradReadyListener> listener;
-  const GradReadyListener* address;
   std::size_t place;
   std::unique_ptr<torch::autograd::PostAccumulateGradHook> before;
 };
 
 GRADACCUM_INLINE GradReadyScope::GradReadyScope(std::shared_ptr<GradReadyListener> listener)
     : listener_(std::move(listener)) {
-  std::vector<std::pair<const at::Tensor*, std::unique_ptr<GradReadyHook>>> hooks;
+  std::vector<std::unique_ptr<GradReadyHook>> hooks;
   const auto& parameters = listener_->parameters();
   for (std::size_t i = 0; i < parameters.size(); ++i)
-    if (parameters[i].requires_grad())
-      hooks.emplace_back(&parameters[i], std::make_unique<GradReadyHook>(listener_, i));
-  for (auto& [parameter, hook] : hooks) listening_.push_back(parameter);
-  for (auto& [parameter, hook] : hooks) {
-    auto& slot = torch::autograd::impl::post_acc_grad_hooks(*parameter);
+    if (parameters[i].requires_grad()) hooks.push_back(std::make_unique<GradReadyHook>(listener_, i));
+  for (auto& hook : hooks) {
+    auto& slot = torch::autograd::impl::post_acc_grad_hooks(parameters[hook->place]);
     hook->before = std::move(slot);
     slot = std::move(hook);
   }
@@ -54,14 +48,16 @@ GRADACCUM_INLINE void unhook(std::unique_ptr<torch::autograd::PostAccumulateGrad
                              const GradReadyListener& listener) {
   auto* const hook = dynamic_cast<GradReadyHook*>(slot.get());
   if (!hook) return;
-  if (hook->address != &listener) return unhook(hook->before, listener);
+  if (hook->listener.lock().get() != &listener) return unhook(hook->before, listener);
   auto before = std::move(hook->before);
   slot = std::move(before);
 }
 
 GRADACCUM_INLINE GradReadyScope::~GradReadyScope() {
   listener_->end();
-  for (auto* const parameter : listening_) unhook(torch::autograd::impl::post_acc_grad_hooks(*parameter), *listener_);
+  for (auto& parameter : listener_->parameters())
+    if (auto* const meta = torch::autograd::impl::get_autograd_meta(parameter))
+      unhook(meta->post_acc_grad_hooks_, *listener_);
 }
 
 /// Returns true if a listener, or another hook after the sum, needs whole gradients of this parameter.

@@ -116,9 +116,9 @@ GRADACCUM_INLINE Loss
 Loss::with_gradients(std::vector<at::Tensor> parameters,
                      std::function<std::vector<at::Tensor>(const at::Tensor& seed)> gradients) const {
   check_shape();
-  auto fused = std::make_shared<detail::FusedGradients>(std::move(parameters), std::move(gradients));
+  auto fused = std::make_shared<detail::FusedGradients>(mean, std::move(parameters), std::move(gradients));
   auto loss = *this;
-  loss.mean = fused->attached_to(mean);
+  loss.mean = fused->attached_mean();
   loss.gradients_ = std::move(fused);
   return loss;
 }

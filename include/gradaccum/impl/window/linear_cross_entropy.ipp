@@ -42,45 +42,6 @@ struct LinearCrossEntropy final : torch::CustomClassHolder {
   at::Tensor weights = {};              // of the tokens
   bool gradients_in_forward = false;    // in one pass with the losses
   std::array<at::Tensor, 3> made = {};  // these gradients: of hidden, weight and bias
-
-  /// Calls `run` for each part of the tokens with a function that returns this part of a tensor.
-  template <class Run>
-  void for_each_part(std::int64_t tokens, Run run) const {
-    for (std::int64_t from = 0; from < tokens; from += tokens_at_once)
-      run([from, count = std::min(tokens_at_once, tokens - from)](const at::Tensor& whole) {
-        return whole.narrow(0, from, count);
-      });
-  }
-};
-
-/// The logits of one part of the tokens after another, in the same memory.
-class PartOfLogits {
- public:
-  PartOfLogits(const LinearCrossEntropy& of, const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& bias)
-      : weight_(weight.to(of.product_dtype)), bias_(bias), all_hidden_(hidden.to(of.product_dtype)) {
-    const auto rows = std::min(of.tokens_at_once, hidden.size(0));
-    product_ = at::empty({rows, weight.size(0)}, weight_.options());
-    precise_ = weight_.element_size() < 4 ? at::empty_like(product_, at::kFloat) : product_;
-  }
-
-  /// Inputs and weights in the dtype of products.
-  const at::Tensor& all_hidden() const { return all_hidden_; }
-  const at::Tensor& weight() const { return weight_; }
-
-  /// Returns the logits in float32 or float64, to change.
-  at::Tensor of(const at::Tensor& hidden) {
-    auto product = product_.narrow(0, 0, hidden.size(0));
-    at::mm_out(product, hidden, weight_.t());
-    const auto logits = product_.is_same(precise_) ? product : precise_.narrow(0, 0, hidden.size(0)).copy_(product);
-    return bias_.defined() ? logits.add_(bias_) : logits;
-  }
-  /// Returns the changed logits in the dtype of products.
-  at::Tensor rounded(const at::Tensor& logits) const {
-    return product_.is_same(precise_) ? logits : product_.narrow(0, 0, logits.size(0)).copy_(logits);
-  }
-
- private:
-  at::Tensor weight_, bias_, all_hidden_, product_, precise_;
 };
 
 /// Returns the dtype in which `linear` multiplies.
@@ -89,10 +50,6 @@ GRADACCUM_INLINE at::ScalarType dtype_of_products(const at::Tensor& weight) {
   const bool is_cast = weight.scalar_type() != at::kDouble && at::autocast::is_autocast_available(device) &&
                        at::autocast::is_autocast_enabled(device);
   return is_cast ? at::autocast::get_autocast_dtype(device) : weight.scalar_type();
-}
-
-GRADACCUM_INLINE at::ScalarType dtype_of_sums(const at::Tensor& weight) {
-  return weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
 /// Adds `gradient^T hidden`, [classes, width], to `sum`. Products in 16 bits are made for some classes at a time.
@@ -121,38 +78,59 @@ class LinearCrossEntropyPass {
  public:
   LinearCrossEntropyPass(const LinearCrossEntropy& of, const at::Tensor& hidden, const at::Tensor& weight,
                          const at::Tensor& bias, const at::Tensor& classes)
-      : of_(of), logits_of_(of, hidden, weight, bias), classes_(classes) {}
+      : of_(of),
+        weight_(weight.to(of.product_dtype)),
+        hidden_(hidden.to(of.product_dtype)),
+        bias_(bias),
+        classes_(classes) {
+    product_ = at::empty({std::min(of.tokens_at_once, hidden.size(0)), weight.size(0)}, weight_.options());
+    precise_ = weight_.element_size() < 4 ? at::empty_like(product_, at::kFloat) : product_;
+  }
 
   at::Tensor losses = {}, highest = {}, sums = {};  ///< of each token: loss without z-loss, and two numbers of softmax
   at::Tensor to_hidden = {}, to_weight = {}, to_bias = {};  ///< gradients, of those that are defined
 
   /// Makes memory for the losses, which `run` then computes.
   void want_losses(at::ScalarType dtype) {
-    wants_losses_ = true;
-    losses = at::empty(classes_.sizes(), logits_of_.weight().options().dtype(dtype));
+    losses = at::empty(classes_.sizes(), weight_.options().dtype(dtype));
     highest = at::empty_like(losses), sums = at::empty_like(losses);
   }
   /// Makes memory for gradients, which `run` then adds to, and for which each token's loss counts by its factor.
   void want_gradients(const at::Tensor& factors, bool of_hidden, const at::Tensor& weight_sum,
                       const at::Tensor& bias_sum, bool adds_in_place = false) {
     factors_ = factors, adds_in_place_ = adds_in_place;
-    if (of_hidden) to_hidden = at::empty_like(logits_of_.all_hidden());
+    if (of_hidden) to_hidden = at::empty_like(hidden_);
     to_weight = weight_sum, to_bias = bias_sum;
   }
 
   void run() {
-    of_.for_each_part(classes_.size(0), [&](auto part) {
-      const auto logits = logits_of_.of(part(logits_of_.all_hidden()));
+    const auto tokens = classes_.size(0);
+    for (std::int64_t from = 0; from < tokens; from += of_.tokens_at_once) {
+      const auto count = std::min(of_.tokens_at_once, tokens - from);
+      const auto part = [&](const at::Tensor& whole) { return whole.narrow(0, from, count); };
+      const auto logits = logits_of(part(hidden_));
       auto most = part(highest), sum = part(sums);
-      if (wants_losses_) at::amax_out(most, logits, 1);
-      if (wants_losses_) part(losses).copy_(most - wanted(logits, part(classes_)));
+      if (losses.defined()) at::amax_out(most, logits, 1);
+      if (losses.defined()) part(losses).copy_(most - wanted(logits, part(classes_)));
       logits.sub_(most.unsqueeze(1)).exp_();
-      if (wants_losses_) part(losses).add_(at::sum_out(sum, logits, 1).log());
+      if (losses.defined()) part(losses).add_(at::sum_out(sum, logits, 1).log());
       if (factors_.defined()) add_gradients(logits, most.unsqueeze(1), sum.unsqueeze(1), part);
-    });
+    }
   }
 
  private:
+  /// Returns the logits of one part in float32 or float64, to change, in the memory of the part before.
+  at::Tensor logits_of(const at::Tensor& hidden) {
+    auto product = product_.narrow(0, 0, hidden.size(0));
+    at::mm_out(product, hidden, weight_.t());
+    const auto logits = product_.is_same(precise_) ? product : precise_.narrow(0, 0, hidden.size(0)).copy_(product);
+    return bias_.defined() ? logits.add_(bias_) : logits;
+  }
+  /// Returns the changed logits in the dtype of products.
+  at::Tensor rounded(const at::Tensor& logits) const {
+    return product_.is_same(precise_) ? logits : product_.narrow(0, 0, logits.size(0)).copy_(logits);
+  }
+
   /// Returns the logit of each token's class, mixed with the mean of all by label smoothing.
   at::Tensor wanted(const at::Tensor& logits, const at::Tensor& classes) const {
     const auto right = logits.gather(1, classes.unsqueeze(1)).squeeze(1);
@@ -167,20 +145,21 @@ class LinearCrossEntropyPass {
     if (of_.label_smoothing > 0) logits.sub_(factor, of_.label_smoothing / static_cast<double>(logits.size(1)));
     logits.scatter_add_(1, part(classes_).unsqueeze(1), factor * (of_.label_smoothing - 1));
     if (to_bias.defined()) to_bias.add_(logits.sum(0));
-    const auto gradient = logits_of_.rounded(logits);
+    const auto gradient = rounded(logits);
     if (to_weight.defined()) {
       const auto lock = adds_in_place_ ? std::unique_lock(adding_in_place()) : std::unique_lock<std::mutex>();
-      add_product(to_weight, gradient, part(logits_of_.all_hidden()));
+      add_product(to_weight, gradient, part(hidden_));
     }
     if (!to_hidden.defined()) return;
     auto of_part = part(to_hidden);
-    at::mm_out(of_part, gradient, logits_of_.weight());
+    at::mm_out(of_part, gradient, weight_);
   }
 
   const LinearCrossEntropy& of_;
-  PartOfLogits logits_of_;
-  at::Tensor classes_, factors_;
-  bool wants_losses_ = false, adds_in_place_ = false;
+  at::Tensor weight_, hidden_;  // in the dtype of products
+  at::Tensor bias_, classes_, factors_;
+  at::Tensor product_, precise_;  // memory of a part's logits: in that dtype, and in 32 bits or more
+  bool adds_in_place_ = false;
 };
 
 class LinearCrossEntropyFunction : public torch::autograd::Function<LinearCrossEntropyFunction> {
@@ -194,9 +173,10 @@ class LinearCrossEntropyFunction : public torch::autograd::Function<LinearCrossE
                          const c10::intrusive_ptr<LinearCrossEntropy>& of) {
     const auto bias = given_bias.value_or(at::Tensor()), counted = target.ne(of->ignore_index);
     const auto classes = at::where(counted, target, 0);
-    const auto shares = shares_of(counted, *of, dtype_of_sums(weight));
+    const auto dtype = weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    const auto shares = shares_of(counted, *of, dtype);
     LinearCrossEntropyPass pass(*of, hidden, weight, bias, classes);
-    pass.want_losses(shares.scalar_type());
+    pass.want_losses(dtype);
     if (of->gradients_in_forward)
       pass.want_gradients(shares, hidden.requires_grad(), zeros_for(weight.requires_grad(), weight, shares),
                           zeros_for(bias.defined() && bias.requires_grad(), bias, shares));
@@ -219,8 +199,7 @@ class LinearCrossEntropyFunction : public torch::autograd::Function<LinearCrossE
     const auto saved = context->get_saved_variables();
     const auto &hidden = saved[0], &weight = saved[1], &bias = saved[2];
     auto gradients = std::exchange(of->made, {});  // a second backward computes them
-    const bool made = std::ranges::any_of(gradients, [](auto& gradient) { return gradient.defined(); });
-    if (made) {
+    if (std::ranges::any_of(gradients, [](auto& gradient) { return gradient.defined(); })) {
       for (auto& gradient : gradients)
         if (gradient.defined()) gradient.mul_(seeds[0]);
     } else {

@@ -5,7 +5,6 @@
 #include <gradaccum/detail/window/multiplier.hpp>
 
 #include <gradaccum/detail/kernels/kernel_loop.hpp>
-#include <gradaccum/detail/types/types.hpp>
 
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_foreach_norm.h>

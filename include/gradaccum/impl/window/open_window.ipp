@@ -6,9 +6,7 @@
 
 #include <gradaccum/detail/window/communicator.hpp>
 #include <gradaccum/detail/window/misuse.hpp>
-#include <gradaccum/detail/window/step_in_backward.hpp>
 
-#include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
 #include <unordered_map>
@@ -30,9 +28,7 @@ GRADACCUM_INLINE OpenWindow::OpenWindow(std::unique_ptr<AnyOptimizer> optimizer,
   set_accumulate_in(accumulate_in);
 }
 
-GRADACCUM_INLINE OpenWindow::~OpenWindow() {
-  if (now_.gradients) now_.gradients->close();
-}
+GRADACCUM_INLINE OpenWindow::~OpenWindow() { now_.gradients->close(); }
 
 /// Throws if a parameter is listed twice: LibTorch's optimizers step it twice, as LibTorch's `parameters()` lists tied
 /// weights once for each of their names.

@@ -8,7 +8,6 @@
 #include <gradaccum/detail/window/any_optimizer.hpp>
 #include <gradaccum/detail/window/seen_tensor.hpp>
 
-#include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>

@@ -2,7 +2,7 @@
 // Steps parameters during backward, as their gradients arrive.
 #pragma once
 
-#include <gradaccum/detail/window/step_in_backward.hpp>
+#include <gradaccum/detail/window/open_window.hpp>
 
 #include <gradaccum/detail/window/grad_ready_hooks.hpp>
 #include <gradaccum/detail/window/misuse.hpp>

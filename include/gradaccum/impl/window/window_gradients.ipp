@@ -124,7 +124,6 @@ GRADACCUM_INLINE at::Tensor WindowGradients::norm() {
 
 GRADACCUM_INLINE at::Tensor WindowGradients::clip(double max_norm) {
   at::NoGradGuard no_grad;
-  check_open();
   const auto gradients = measured();
   if (measured_by_kernel() && detail::is_finite(max_norm)) {
     const auto result = window_norm(gradients, max_norm);

@@ -117,8 +117,8 @@ GRADACCUM_INLINE WindowSums::Loaded WindowSums::load(Named named, const NameOf& 
     all.in_grad.push_back(gradient);
     all.apart.push_back(sum);
   }
-  TORCH_CHECK(lenient || named.empty(), "GradAccumulator: the state has a gradient that no parameter here has: ",
-              named.empty() ? "" : named.begin()->first);
+  TORCH_CHECK(lenient || named.empty(),
+              "GradAccumulator: the state has a gradient that no parameter here has: ", named.begin()->first);
   return all;
 }
 
