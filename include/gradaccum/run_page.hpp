@@ -51,7 +51,7 @@ class Curve {
 
  private:
   friend class Curves;
-  void append(const CurvePiece& piece);
+  void append(const CurvePiece& next);
   void check() const;
 
   std::vector<CurvePiece> pieces_;

@@ -100,7 +100,7 @@ TEST_CASE("RowPlan: a first guess is replaced by a measurement") {
   plan.measured({4, 1000}, /*certain=*/true);
   CHECK(plan.rows_for(2'000, 1) == 8);
   RowPlan smaller;
-  smaller.begin_with(plan);
+  smaller.measured(plan.fits(), /*certain=*/false);
   CHECK(smaller.rows_for(1'000, 1) == 4);
   smaller.measured({4, 500}, true);
   CHECK(smaller.rows_for(1'000, 1) == 8);

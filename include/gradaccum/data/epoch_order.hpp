@@ -32,6 +32,9 @@ class EpochOrder {
   };
 
   const State& state() const { return place_.state; }
+  /// Returns the number of this rank's batches in the current epoch, or the next one. Shuffled epochs of
+  /// `LengthBuckets` with `tokens` may differ.
+  std::int64_t size() const { return size_of(place_.state.epoch); }
   /// Returns the maximum over ranks of the batches in an epoch, counted from the current or next one.
   std::int64_t most_batches(std::int64_t epochs_ahead) const {
     return detail::ShareOfRank{0, share().world_size}.of(all_of(place_.state.epoch + epochs_ahead));

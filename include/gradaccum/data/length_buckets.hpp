@@ -92,9 +92,6 @@ class LengthBuckets : public EpochLoops<SequenceBatch> {
   LengthBuckets(std::vector<at::Tensor> sequences, std::vector<at::Tensor> targets, LengthBucketsOptions options);
 
   std::int64_t rows() const { return sequences_.size(); }
-  /// Returns the number of this rank's batches in the current epoch, or the next one. With `tokens`, shuffled epochs
-  /// may differ.
-  std::int64_t size() const { return share().of(all_of(state().epoch)); }
   /// Counts the batches of `size()`, their shapes, including token targets', and padding.
   LengthBucketsSummary summary() const;
 

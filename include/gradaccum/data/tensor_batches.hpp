@@ -78,8 +78,6 @@ class TensorBatches : public EpochLoops<Batch> {
   TensorBatches(at::Tensor inputs, at::Tensor targets, TensorBatchesOptions options = {});
 
   std::int64_t rows() const { return order_.rows(); }
-  /// The number of this rank's batches per epoch.
-  std::int64_t size() const { return share().of(all_of(0)); }
 
  private:
   detail::ShareOfRank share() const override { return order_.share(); }
@@ -103,8 +101,6 @@ class NamedTensorBatches : public EpochLoops<std::map<std::string, at::Tensor>> 
   explicit NamedTensorBatches(Tensors tensors, const TensorBatchesOptions& options = {});
 
   std::int64_t rows() const { return order_.rows(); }
-  /// The number of this rank's batches per epoch.
-  std::int64_t size() const { return share().of(all_of(0)); }
 
  private:
   detail::ShareOfRank share() const override { return order_.share(); }

@@ -283,11 +283,9 @@ void bring_to(c10::Device device, B& batch) {
     batch = brought_to(device, batch);
   } else if constexpr (goes_to_device<B>) {
     batch = batch.to(device);
-  } else if constexpr (is_data_with_target<B> && !is_collection<B>) {
+  } else if constexpr (!is_collection<B> && (is_data_alone<B> || is_data_with_target<B>)) {
     bring_to(device, batch.data);
-    bring_to(device, batch.target);
-  } else if constexpr (is_data_alone<B> && !is_collection<B>) {
-    bring_to(device, batch.data);
+    if constexpr (is_data_with_target<B>) bring_to(device, batch.target);
   } else if constexpr (is_collection<B> || is_tuple<B>) {
     for_each_part(batch, [device](auto& part) { bring_to(device, part); });
   } else if constexpr (!std::is_arithmetic_v<B> && !std::is_enum_v<B> && !is_text<B>) {

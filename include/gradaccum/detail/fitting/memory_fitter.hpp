@@ -6,7 +6,6 @@
 #include <gradaccum/detail/memory/memory_ledger.hpp>
 #include <gradaccum/memory_meter.hpp>
 
-#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/util/FunctionRef.h>
 #include <torch/nn/module.h>
@@ -104,8 +103,6 @@ class RowPlan {
   void measured(Point point, bool certain);
   /// Records rows that took too much; 0 bytes: unknown by how much.
   void failed(Point point);
-  /// Starts with the plan of rows that take more.
-  void begin_with(const RowPlan& other);
 
   bool empty() const { return fits_.rows == 0 && too_many_.rows == 0; }
   const Point& fits() const { return fits_; }  ///< the most rows so far
@@ -183,7 +180,7 @@ class MemoryFitter {
   std::size_t index_of(const RowKind& kind);
   std::int64_t budget(c10::Device device);
   std::int64_t gradient_bytes() const { return std::max(plan_.gradient_bytes, expected_gradient_bytes_); }
-  RowPlan& plan_of(Known& known) { return search_.way().checkpointed ? known.checkpointed : known.plan; }
+  auto& plan_of(auto& known) const { return search_.way().checkpointed ? known.checkpointed : known.plan; }
   std::int64_t rows_for(Known& known, std::int64_t bytes);
   void choose_rows(std::size_t kind, std::int64_t bytes);
   std::optional<Failure> attempt(const DividedBatch& batch, bool may_begin_again);

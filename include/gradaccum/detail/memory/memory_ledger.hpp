@@ -34,16 +34,12 @@ class BlockTable {
  public:
   /// Stores a block's size, > 0; 0 removes the block. Returns the size that was stored before, or 0.
   std::int64_t exchange(const void* block, std::int64_t bytes) {
-    auto slot = find(block);
-    if (slots_[slot].block) {
-      const auto before = std::exchange(slots_[slot].bytes, bytes);
-      if (bytes == 0) erase(slot);
-      return before;
-    }
-    if (bytes == 0) return 0;
-    slots_[slot] = {block, bytes};
-    if (++count_ * 2 > slots_.size()) grow();
-    return 0;
+    const auto slot = find(block);
+    const auto before = slots_[slot].bytes;
+    if (bytes > 0) slots_[slot] = {block, bytes};
+    if (bytes > 0 && before == 0 && ++count_ * 2 > slots_.size()) grow();
+    if (bytes == 0 && before > 0) erase(slot);
+    return before;
   }
 
  private:

@@ -12,8 +12,8 @@ inline constexpr std::string_view page_before_json = R"html(<!DOCTYPE html>
 <head>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; base-uri 'none'; form-action 'none';
-style-src 'sha256-snIschjfrzKmSZ4m8z+QRci/DBCHRCG2TY34TX3ftq4=';
-script-src 'sha256-JvO8txReFisUvlZjaU2B9oSrw2c/A8caIwCmTkxPC6w='">
+style-src 'sha256-OJQE8E39eJimyMldqlCVMTidZsquwBCqQpU4DELoJ1o=';
+script-src 'sha256-kf66+J7NJcrdGBNi4oG9By3wYHJL8fz8bo6TJFId4ZU='">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>Training</title>
@@ -40,8 +40,6 @@ progress{width:100%;height:.5rem;margin-top:1rem;accent-color:var(--c0)}
 #tables{gap:0 2.4rem;align-items:start}
 article{margin-top:1rem}
 .frames{display:grid;grid-template-columns:repeat(auto-fill,minmax(8.5rem,1fr));gap:.4rem;margin-top:.6rem}
-.frames svg{position:static;height:auto;clip-path:none;overflow:hidden}
-.frames path{fill:none}
 #tiles div,figure,article{background:var(--card);border:1px solid var(--line);border-radius:.6rem;padding:.7rem 1rem}
 figure,section,#tiles div{min-width:0}
 #tiles b{display:block;font-size:1.4rem;line-height:1.35}
@@ -54,11 +52,11 @@ padding:0 .4rem;cursor:pointer}
 button[aria-pressed=true]{color:var(--card);background:var(--soft)}
 .plot{position:relative;height:11.2rem;margin:1rem .9rem 2.4rem 3.4rem}
 figure:first-child .plot{height:15.2rem}
-svg{position:absolute;width:100%;height:100%;overflow:visible;clip-path:inset(-4px)}
+.plot svg{position:absolute;width:100%;height:100%;overflow:visible;clip-path:inset(-4px)}
 svg *{vector-effect:non-scaling-stroke;stroke-linejoin:round;stroke-linecap:round}
 .grid{stroke:var(--grid)}
 .hover{stroke:var(--soft)}
-.line,.dots{fill:none;stroke:currentColor;stroke-width:1.8}
+.line,.dots,.frames path{fill:none;stroke:currentColor;stroke-width:1.8}
 .line.dashed{stroke-dasharray:5 4}
 .band,.area{fill:currentColor;opacity:.17}
 .area{opacity:.85}
@@ -74,7 +72,7 @@ table{width:100%;border-collapse:collapse;font-size:.9rem}
 th,td{padding:.4rem .8rem .4rem 0;text-align:left;vertical-align:top;border-top:1px solid var(--line);font-weight:400}
 td{text-align:right;white-space:pre-wrap;padding-right:0;padding-left:.8rem}
 th{min-width:7rem}
-.run th{font-weight:600;padding-top:1rem}
+th:only-child{font-weight:600;padding-top:1rem}
 @media print{body{padding:0;font-size:9pt}figure,article,tr{break-inside:avoid}button{display:none}
 *{-webkit-print-color-adjust:exact;print-color-adjust:exact}}
 </style>
@@ -99,13 +97,13 @@ inline constexpr std::string_view page_after_json = R"html(</script>
 <script>
 'use strict';
 const find = (selector, from = document) => from.querySelector(selector), run = JSON.parse(find('#run').textContent);
-const template = find('template').content.firstElementChild, svgSpace = find('svg', template).namespaceURI;
+const template = find('template').content.firstElementChild;
 
 // Control characters and marks that change the direction of text are shown as a visible replacement.
 const unseen = /(?![\n\t])[\p{Cc}\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]/gu;
 const clean = (text, most = 1e4) => (text.length > most ? text.slice(0, most) + '…' : text).replace(unseen, '\ufffd');
 const make = (to, tag, text = '', attributes = {}) => {
-  const one = to.namespaceURI === svgSpace ? document.createElementNS(svgSpace, tag) : document.createElement(tag);
+  const one = document.createElementNS(to.namespaceURI, tag);  // of HTML or of SVG
   for (const name in attributes) one.setAttribute(name, attributes[name]);
   one.textContent = clean(text);
   return to.appendChild(one);
@@ -337,7 +335,7 @@ const addTable = (heading, rows) => {
   make(section, 'h2', heading);
   const table = make(section, 'table');
   for (const [name, ...cells] of rows.slice(0, 600)) {
-    const row = make(table, 'tr', '', {class: cells.length ? '' : 'run'});
+    const row = make(table, 'tr');
     make(row, 'th', clean(name, 200), {scope: 'row', colspan: cells.length ? 1 : 4});
     for (const text of cells) make(row, 'td', text);
   }

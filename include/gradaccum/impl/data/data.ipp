@@ -94,8 +94,7 @@ GRADACCUM_INLINE bool draws_by_default(const at::RecordFunction& operation) {
   const auto known = c10::Dispatcher::singleton().findSchema(*name);
   if (!known || !known->hasTag(at::Tag::nondeterministic_seeded)) return false;
   if (known->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) return false;
-  const auto inputs = recorded_inputs(operation);
-  return std::none_of(inputs.begin(), inputs.end(), [](const c10::IValue& input) { return input.isGenerator(); });
+  return std::ranges::none_of(recorded_inputs(operation), &c10::IValue::isGenerator);
 }
 
 /// Returns the name of the first operation of this thread that drew. LibTorch carries callbacks to other threads, too.

@@ -10,7 +10,6 @@
 
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
@@ -209,11 +208,6 @@ GRADACCUM_INLINE void RowPlan::failed(Point point) {
   if (fits_.rows >= point.rows) fits_ = before_ = {};
 }
 
-GRADACCUM_INLINE void RowPlan::begin_with(const RowPlan& other) {
-  fits_ = other.fits_;
-  certain_ = false;
-}
-
 GRADACCUM_INLINE void RowPlan::state(Archive& archive) {
   RowPlan plan = *this;
   const auto point = [&archive](const std::string& name, Point& of) {
@@ -271,7 +265,7 @@ GRADACCUM_INLINE void MemoryFitter::find_parts(torch::nn::Module& module,
 GRADACCUM_INLINE std::optional<std::int64_t> MemoryFitter::known_rows(const RowKind& kind) const {
   std::optional<std::int64_t> most;
   for (auto& known : known_) {
-    const auto rows = (search_.way().checkpointed ? known.checkpointed : known.plan).fits().rows;
+    const auto rows = plan_of(known).fits().rows;
     if (known.kind.covers(kind) && rows > 0) most = std::max(most.value_or(0), rows);
   }
   return most;
@@ -285,7 +279,10 @@ GRADACCUM_INLINE std::size_t MemoryFitter::index_of(const RowKind& kind) {
   for (auto& other : known_)
     if (other.kind.covers(kind) && (!larger || other.kind.elements < larger->kind.elements)) larger = &other;
   Known added{kind, {}, {}};
-  if (larger) added.plan.begin_with(larger->plan), added.checkpointed.begin_with(larger->checkpointed);
+  if (larger) {  // its rows take more: upper bounds
+    added.plan.measured(larger->plan.fits(), /*certain=*/false);
+    added.checkpointed.measured(larger->checkpointed.fits(), /*certain=*/false);
+  }
   known_.push_back(std::move(added));
   plan_.layouts.push_back({kind.text});
   return known_.size() - 1;

@@ -12,8 +12,8 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/Exception.h>
 
-#include <array>
-#include <charconv>
+#include <fmt/format.h>
+
 #include <fstream>
 #include <ostream>
 #include <sstream>
@@ -116,13 +116,9 @@ GRADACCUM_INLINE void empty_device_cache(c10::Device device) try {
 }
 
 GRADACCUM_INLINE std::optional<std::int64_t> occupied_memory(c10::Device device) {
-  if (!device.is_cpu()) {
-    const auto memory = device_memory(device);
-    return memory ? std::optional(memory->total - memory->free) : std::nullopt;
-  }
-  std::int64_t virtual_pages = 0, resident_pages = 0;
-  if (!(plain_stream(text_of_system_file("/proc/self/statm")) >> virtual_pages >> resident_pages)) return std::nullopt;
-  return resident_pages * page_bytes();
+  if (device.is_cpu()) return bytes_after("VmRSS", text_of_system_file("/proc/self/status"));
+  const auto memory = device_memory(device);
+  return memory ? std::optional(memory->total - memory->free) : std::nullopt;
 }
 
 GRADACCUM_INLINE bool is_time_to_ask(std::optional<std::chrono::steady_clock::time_point> last) {
@@ -232,12 +228,7 @@ GRADACCUM_INLINE std::optional<std::int64_t> peak_resident_memory() {
 }
 
 GRADACCUM_INLINE std::ostream& operator<<(std::ostream& out, const MemoryPlan& plan) {
-  const auto mib = [](std::int64_t bytes) {
-    std::array<char, 32> text;
-    const auto number = static_cast<double>(bytes) / (1 << 20);
-    const auto end = std::to_chars(text.data(), text.data() + text.size(), number, std::chars_format::fixed, 1).ptr;
-    return std::string(text.data(), end) + " MiB";
-  };
+  const auto mib = [](std::int64_t bytes) { return fmt::format("{:.1f} MiB", static_cast<double>(bytes) / MiB); };
   out << "budget " << (plan.budget > 0 ? mib(plan.budget) : "not known") << ", gradients " << mib(plan.gradient_bytes)
       << " of it";
   if (plan.checkpoint_budget > 0) out << ", checkpointed parts " << mib(plan.checkpoint_budget);

@@ -8,7 +8,6 @@
 #include <c10/core/CPUAllocator.h>
 
 #include <limits>
-#include <span>
 
 #include <gradaccum/impl/begin.ipp>
 

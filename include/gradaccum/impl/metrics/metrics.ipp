@@ -56,9 +56,7 @@ GRADACCUM_INLINE void detail::WeightedMean::state(Archive& archive) {
 /// A rank without data has no mean and contributes 0.
 GRADACCUM_INLINE void MeanLoss::reduce(SumOfRanks sum) {
   const double weight = mean_.weight();
-  auto all = at::zeros({3}, at::kDouble);
-  auto* const numbers = all.mutable_data_ptr<double>();
-  numbers[0] = weight > 0 ? weight * value() : 0, numbers[1] = weight, numbers[2] = items_;
+  auto all = at::tensor({weight > 0 ? weight * value() : 0, weight, items_}, at::kDouble);
   sum(all);
   const auto* const sums = all.const_data_ptr<double>();
   mean_ = {};

@@ -57,19 +57,10 @@ struct ReportRun {
   static constexpr std::string_view name = Report::name;
   using Clock = std::chrono::steady_clock;
 
-  ReportRun(const Report& its_options, TrainerBase& its_trainer)
-      : options(its_options),
-        trainer(its_trainer),
-        page({.path = options.path, .title = options.title, .every = options.every}) {
-    for (auto& [setting, text] : options.settings) page.set(setting, text);
-    set("model", type_name(trainer.module()));
-    set("optimizer", trainer.optimizer_name());
-  }
-
   const Report& options;
   TrainerBase& trainer;
   const FitProgress& progress = trainer.progress();
-  RunPage page;
+  RunPage page{RunPageOptions{.path = options.path, .title = options.title, .every = options.every}};
   std::optional<Clock::time_point> last = {};  // when speed and memory were measured
   std::int64_t samples_then = 0;
   double items_then = 0, flops_then = 0;
@@ -107,6 +98,9 @@ struct ReportRun {
   }
 
   void describe(bool is_over) {
+    for (auto& [setting, text] : options.settings) page.set(setting, text);
+    set("model", type_name(trainer.module()));
+    set("optimizer", trainer.optimizer_name());
     const auto report = trainer.report();
     const auto& fit = progress.options;
     const auto begun = progress.epochs + (progress.batch > 0);  // epochs begun in this fit
@@ -184,13 +178,12 @@ struct ReportRun {
     memory.clear();
     if (!is_time_to_measure()) return;
     const auto occupied = occupied_memory(trainer.device());
-    const auto bytes = trainer.memory_by_kind();
+    auto bytes = trainer.memory_by_kind();
+    if (!trainer.device().is_cpu()) bytes.state_copy = 0;  // host memory
     memory = {
         {"parameters", bytes.parameters}, {"optimizer_state", bytes.optimizer_state}, {"gradients", bytes.gradients}};
-    if (trainer.device().is_cpu() && bytes.state_copy > 0) memory.emplace_back("state_copy", bytes.state_copy);
-    std::int64_t known = 0;
-    for (auto& [kind, held] : memory) known += held;
-    if (occupied) memory.emplace_back("rest", std::max<std::int64_t>(*occupied - known, 0));
+    if (bytes.state_copy > 0) memory.emplace_back("state_copy", bytes.state_copy);
+    if (occupied) memory.emplace_back("rest", std::max<std::int64_t>(*occupied - bytes.total(), 0));
   }
 
   void after_step(const Step& step) {

@@ -70,8 +70,7 @@ struct MetricsFile::File {
 
   void check(const Fields& fields) {
     if (fields.empty()) fail("a line must have a field");
-    const auto is_known = [](const Field& field, const std::string& name) { return field.name == name; };
-    if (std::equal(fields.begin(), fields.end(), known_names.begin(), known_names.end(), is_known)) return;
+    if (std::ranges::equal(fields, known_names, {}, &Field::name)) return;
     std::vector<std::string> names;
     for (auto& [name, number] : fields) {
       const auto is_plain = [](unsigned char c) { return c >= ' ' && c != ',' && c != '"' && c != '\\'; };
@@ -140,10 +139,8 @@ struct MetricsFile::File {
       line += std::exchange(separator, is_csv ? "," : ", ");
       if (!is_csv) fmt::format_to(std::back_inserter(line), "\"{}\": ", name);
       const auto* const real = std::get_if<double>(&number);
-      if (real && !is_csv && !detail::is_finite(*real))
-        line += "null";
-      else if (real && !detail::is_finite(*real))
-        line += detail::is_nan(*real) ? "nan" : *real > 0 ? "inf" : "-inf";  // never "-nan", as fmt prints 0.0 / 0.0
+      if (real && !detail::is_finite(*real))  // never "-nan", as fmt prints 0.0 / 0.0
+        line += !is_csv ? "null" : detail::is_nan(*real) ? "nan" : *real > 0 ? "inf" : "-inf";
       else
         std::visit([&](auto value) { fmt::format_to(std::back_inserter(line), "{}", value); }, number);
     }

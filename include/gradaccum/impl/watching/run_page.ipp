@@ -27,20 +27,6 @@
 namespace gradaccum {
 namespace detail {
 
-/// Adds the points of the next piece. Among equal extremes, the first stays.
-GRADACCUM_INLINE void extend(CurvePiece& piece, const CurvePiece& next) {
-  if (piece.finite + piece.gaps == 0) piece.first = next.first;
-  piece.last = next.last;
-  piece.gaps += next.gaps;
-  if (next.finite == 0) return;
-  if (piece.finite == 0 || next.lowest.value < piece.lowest.value) piece.lowest = next.lowest;
-  if (piece.finite == 0 || next.highest.value > piece.highest.value) piece.highest = next.highest;
-  const double share = static_cast<double>(next.finite) / static_cast<double>(piece.finite + next.finite);
-  piece.mean = piece.finite == 0 ? next.mean : piece.mean * (1 - share) + next.mean * share;
-  piece.mean = std::clamp(piece.mean, piece.lowest.value, piece.highest.value);
-  piece.finite += next.finite;
-}
-
 /// Saves or loads numbers as one tensor of a state.
 template <class T>
 void row_state(Archive& archive, const std::string& name, std::vector<T>& numbers) {
@@ -69,8 +55,10 @@ std::span<const T> take(std::span<const T>& row, std::int64_t count) {
 GRADACCUM_INLINE void Curve::add(std::int64_t update, double value) {
   if (!pieces_.empty() && update < pieces_.back().last)
     while (!pieces_.empty() && pieces_.back().last >= update) pieces_.pop_back();
-  const bool finite = detail::is_finite(value);
-  append({update, update, finite, !finite, {update, value}, {update, value}, value});
+  if (detail::is_finite(value))
+    append({update, update, /*finite=*/1, /*gaps=*/0, {update, value}, {update, value}, value});
+  else
+    append({update, update, /*finite=*/0, /*gaps=*/1});
   last_value_ = value;
   while (pieces_.size() > most_pieces) {
     ++level_;
@@ -78,9 +66,19 @@ GRADACCUM_INLINE void Curve::add(std::int64_t update, double value) {
   }
 }
 
-GRADACCUM_INLINE void Curve::append(const CurvePiece& piece) {
-  const bool is_new = pieces_.empty() || pieces_.back().last >> level_ != piece.first >> level_;
-  detail::extend(is_new ? pieces_.emplace_back() : pieces_.back(), piece);
+/// Adds a piece, or its points to the last one. Among equal extremes, the first stays.
+GRADACCUM_INLINE void Curve::append(const CurvePiece& next) {
+  if (pieces_.empty() || pieces_.back().last >> level_ != next.first >> level_) return pieces_.push_back(next);
+  auto& piece = pieces_.back();
+  piece.last = next.last;
+  piece.gaps += next.gaps;
+  if (next.finite == 0) return;
+  if (piece.finite == 0 || next.lowest.value < piece.lowest.value) piece.lowest = next.lowest;
+  if (piece.finite == 0 || next.highest.value > piece.highest.value) piece.highest = next.highest;
+  const double share = static_cast<double>(next.finite) / static_cast<double>(piece.finite + next.finite);
+  piece.mean = piece.finite == 0 ? next.mean : piece.mean * (1 - share) + next.mean * share;
+  piece.mean = std::clamp(piece.mean, piece.lowest.value, piece.highest.value);
+  piece.finite += next.finite;
 }
 
 GRADACCUM_INLINE CurvePoint Curve::last() const { return {pieces_.empty() ? 0 : pieces_.back().last, last_value_}; }

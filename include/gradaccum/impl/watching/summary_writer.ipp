@@ -28,12 +28,9 @@ namespace gradaccum::detail {
 /// Returns the beginnings of TensorFlow's buckets: ... -1.1e-12, -1e-12, 0, 1e-12, 1.1e-12, ... up to 1e20.
 GRADACCUM_INLINE const std::vector<double>& bucket_limits() {
   static const auto limits = [] {
-    std::vector<double> above;
-    for (double limit = 1e-12; limit < 1e20; limit *= 1.1) above.push_back(limit);
-    std::vector<double> all(above.rbegin(), above.rend());
-    for (double& limit : all) limit = -limit;
-    all.push_back(0);
-    all.insert(all.end(), above.begin(), above.end());
+    std::vector<double> all{0};
+    for (double limit = 1e-12; limit < 1e20; limit *= 1.1) all.insert(all.end(), {-limit, limit});
+    std::ranges::sort(all);
     return all;
   }();
   return limits;
