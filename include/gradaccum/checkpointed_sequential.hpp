@@ -2,7 +2,6 @@
 #pragma once
 // module: checkpoint
 
-#include <gradaccum/autocast.hpp>
 #include <gradaccum/checkpoint.hpp>
 
 #include <ATen/core/Tensor.h>

@@ -186,8 +186,7 @@ SavedStep save_steps(Model&& model, Objective&& objective, const std::vector<Bat
 template <class Model, class Objective, class Batch>
 SavedStep save_step(Model&& model, Objective&& objective, const Batch& batch, const std::filesystem::path& folder,
                     const SaveStepOptions& options = {}) {
-  const std::vector<Batch> one{batch};
-  return save_steps(model, objective, one, folder, options);
+  return save_steps(model, objective, std::vector<Batch>{batch}, folder, options);
 }
 
 }  // namespace gradaccum

@@ -80,7 +80,7 @@ class ExportedModelImpl : public torch::nn::Module {
   void load_weights(const std::filesystem::path& path);
 
  private:
-  void check_sample(const io::SafetensorsFile& file, std::size_t number, const std::string& name) const;
+  void check_sample(const io::SafetensorsFile& sample, std::size_t number, const std::string& name) const;
   Loss run(const std::string& kind, const io::Tensors& batch) const;
 
   std::shared_ptr<const detail::StepGraphs> graphs_;

@@ -34,7 +34,7 @@ struct Profiled {
     std::optional<ga::Autocast> uncached;
     if (chain.autocast) uncached.emplace(at::kCPU, at::kBFloat16, /*enabled=*/true, /*cache_enabled=*/false);
     const auto modules = inner::Stages(chain.net->begin(), chain.net->end());
-    const inner::FrozenBuffers frozen(inner::modules_of(modules));
+    const inner::FrozenBuffers frozen(inner::buffers_of(inner::modules_of(modules)));
     stages = std::make_shared<inner::Stages>(inner::merged(modules, chain.input));
     costs = inner::costs_of(*stages, chain.input, {});
   }
@@ -460,14 +460,14 @@ TEST_CASE("Budget: planning changes nothing") {
 
   const auto plain_output = [&] {
     torch::manual_seed(9);
-    const inner::FrozenBuffers frozen(std::vector<nn::Module*>{chain.net.get()});
+    const inner::FrozenBuffers frozen(inner::buffers_of({chain.net.get()}));
     const auto output = chain.net->forward(chain.input);
     return std::pair(output, random_state());
   }();
   ga::CheckpointedSequential net(chain.net, {.memory_budget = budget});
   torch::manual_seed(9);
   {
-    const inner::FrozenBuffers frozen(std::vector<nn::Module*>{chain.net.get()});
+    const inner::FrozenBuffers frozen(inner::buffers_of({chain.net.get()}));
     const auto output = net->forward(chain.input);
     CHECK(same_bits(output, plain_output.first));
     CHECK(same_bits(random_state(), plain_output.second));

@@ -260,8 +260,7 @@ class CheckpointPlanner {
       return beginning.step.cost.seconds + fastest_within(bytes - beginning.step.held, *beginning.rest) +
              fastest_within(bytes - beginning.step.again, *beginning.segment);
     };
-    return *std::min_element(all.begin(), all.end(),
-                             [&](const Beginning& a, const Beginning& b) { return is_faster(seconds(a), seconds(b)); });
+    return *std::ranges::min_element(all, is_faster, seconds);
   }
 
   const StageCosts& stages_;
@@ -326,9 +325,6 @@ inline std::vector<torch::nn::Module*> modules_of(const Stages& stages) {
 /// function, too, and is checkpointed: segments nest, and each is recomputed by its own part of the schedule.
 struct Segment {
   at::Tensor operator()(at::Tensor activations) const;
-
-  /// The function of a segment of the schedule.
-  Segment inside(const ScheduleItem& item) const { return {stages, {schedule, &item.segment}, options, context}; }
 
   std::shared_ptr<Stages> stages;
   std::shared_ptr<const Schedule> schedule;  // shares ownership of the whole schedule

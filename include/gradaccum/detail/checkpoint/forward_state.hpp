@@ -200,7 +200,6 @@ void run_watched(const std::vector<torch::nn::Module*>& modules, bool calls_othe
 class [[nodiscard]] FrozenBuffers {
  public:
   explicit FrozenBuffers(const std::vector<std::shared_ptr<BufferState>>& buffers);
-  explicit FrozenBuffers(const std::vector<torch::nn::Module*>& modules) : FrozenBuffers(buffers_of(modules)) {}
   FrozenBuffers& operator=(FrozenBuffers&&) = delete;
   ~FrozenBuffers();
 

@@ -70,17 +70,15 @@ class [[nodiscard]] RebuildingScope final : SavingScope {
 };
 
 template <class T>
-inline constexpr bool is_optional = false;
-template <class T>
-inline constexpr bool is_optional<std::optional<T>> = true;
+concept is_optional = std::same_as<T, std::optional<typename T::value_type>>;
 
 template <class T>
 concept container = std::ranges::forward_range<T> && std::is_lvalue_reference_v<std::ranges::range_reference_t<T>>;
 
 /// Calls `use(at::Tensor&)` for each tensor in a value, looking into optionals, pairs, tuples and containers. Other
 /// values stay as they are.
-template <class Value, class Use>
-void for_each_tensor(Value& value, Use& use) {
+template <class Value>
+void for_each_tensor(Value& value, auto&& use) {
   if constexpr (std::is_const_v<Value>) {
     // skips a map's keys
   } else if constexpr (std::derived_from<Value, at::Tensor>) {
@@ -141,8 +139,7 @@ class CheckpointInputs {
 
  public:
   explicit CheckpointInputs(const std::remove_reference_t<Inputs>&... inputs) : values_(lasting_copy(inputs)...) {
-    auto save = [this](at::Tensor& tensor) { tensors_.save(tensor); };
-    for_each_tensor(values_, save);
+    for_each_tensor(values_, [this](at::Tensor& tensor) { tensors_.save(tensor); });
   }
   SavedInputs& tensors() { return tensors_; }
 
@@ -151,8 +148,7 @@ class CheckpointInputs {
   void call(Function& function) const {
     auto values = values_;
     std::size_t next = 0;
-    auto unpack = [&](at::Tensor& tensor) { tensor = tensors_.unpack(next++); };
-    for_each_tensor(values, unpack);
+    for_each_tensor(values, [&](at::Tensor& tensor) { tensor = tensors_.unpack(next++); });
     std::apply([&](auto&... value) { function(as<Inputs>(value)...); }, values);
   }
 

@@ -3,7 +3,6 @@
 
 #include <gradaccum/detail/build/inline.hpp>
 
-#include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 #include <c10/util/FunctionRef.h>

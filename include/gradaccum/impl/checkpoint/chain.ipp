@@ -2,12 +2,13 @@
 // Implements CheckpointedSequential: measures stages, plans within a memory budget, and runs by the plan.
 #pragma once
 
+#include <gradaccum/autocast.hpp>
 #include <gradaccum/checkpointed_sequential.hpp>
 #include <gradaccum/detail/checkpoint/chain.hpp>
 #include <gradaccum/detail/memory/memory_ledger.hpp>
 
 #include <ATen/autocast_mode.h>
-#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
@@ -46,7 +47,8 @@ GRADACCUM_INLINE at::Tensor Segment::operator()(at::Tensor activations) const {
     if (item.segment.empty()) {
       activations = (*stages)[item.stage].forward(item.way, std::move(activations), context);
     } else {
-      activations = run_checkpointed(options, inside(item), std::exchange(activations, {}));
+      const Segment inside{stages, {schedule, &item.segment}, options, context};
+      activations = run_checkpointed(options, inside, std::exchange(activations, {}));
     }
   }
   return activations;
@@ -56,10 +58,10 @@ GRADACCUM_INLINE std::int64_t storage_bytes(const at::Tensor& tensor) {
   return static_cast<std::int64_t>(tensor.storage().nbytes());
 }
 
-/// A meta tensor with the layout and storage size of a tensor.
-GRADACCUM_INLINE at::Tensor layout_of(const at::Tensor& tensor) {
+/// Zeros on a device, with the layout and storage size of another tensor. On the meta device they are only a layout.
+GRADACCUM_INLINE at::Tensor zeros_laid_out_as(const at::Tensor& tensor, at::Device device) {
   const auto elements = storage_bytes(tensor) / static_cast<std::int64_t>(tensor.element_size());
-  return at::empty({elements}, tensor.options().device(at::kMeta).requires_grad(false))
+  return at::zeros({elements}, tensor.options().device(device).requires_grad(false))
       .as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
 }
 
@@ -87,11 +89,9 @@ struct GradientSource : torch::autograd::Function<GradientSource> {
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  const torch::autograd::variable_list&) {
     auto& saved = context->saved_data;
-    const auto layout = saved["layout"].toTensor();
-    const auto elements = storage_bytes(layout) / static_cast<std::int64_t>(layout.element_size());
-    const auto gradient = at::zeros({elements}, layout.options().device(saved["device"].toDevice()));
+    const auto gradient = zeros_laid_out_as(saved["layout"].toTensor(), saved["device"].toDevice());
     *reinterpret_cast<WeakStorage*>(saved["memory"].toInt()) = gradient.storage().getWeakStorageImpl();
-    return {gradient.as_strided(layout.sizes(), layout.strides(), layout.storage_offset()), {}, {}};
+    return {gradient, {}, {}};
   }
 };
 
@@ -213,7 +213,7 @@ class StageMeasurement {
   }
 
   std::pair<AllocationLog::Bytes, double> run_backward(AllocationLog& log, at::Tensor output) {
-    if (!gradient_layout.defined()) gradient_layout = layout_of(at::empty_like(output, at::kMeta));
+    if (!gradient_layout.defined()) gradient_layout = zeros_laid_out_as(at::empty_like(output, at::kMeta), at::kMeta);
     output_requires_grad_ = output.requires_grad();
     if (!output_requires_grad_) return {};
     WeakStorage output_gradient = output.storage().getWeakStorageImpl();  // a stand-in until backward makes it
@@ -245,7 +245,7 @@ class StageMeasurement {
                           const WeakStorage& output_gradient) {
     const c10::StorageImpl* input_gradient = nullptr;
     if (input_.requires_grad() && gradients.front().defined()) {
-      input_gradient_layout = layout_of(gradients.front());
+      input_gradient_layout = zeros_laid_out_as(gradients.front(), at::kMeta);
       input_gradient = memory_of(gradients.front());
     }
     for (std::size_t i = input_.requires_grad(); i < gradients.size(); ++i) {

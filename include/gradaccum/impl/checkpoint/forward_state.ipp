@@ -4,7 +4,6 @@
 
 #include <gradaccum/detail/checkpoint/forward_state.hpp>
 #include <gradaccum/detail/types/recorded_inputs.hpp>
-#include <gradaccum/detail/types/types.hpp>
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
@@ -23,9 +22,10 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <cstring>
+#include <functional>
 #include <mutex>
 #include <ostream>
+#include <string_view>
 #include <typeindex>
 #include <typeinfo>
 #include <unordered_map>
@@ -321,15 +321,7 @@ GRADACCUM_INLINE FrozenBuffers::~FrozenBuffers() {
 GRADACCUM_INLINE std::uint64_t content_hash(const at::Tensor& tensor) {
   if (tensor.layout() != at::kStrided || tensor.scalar_type() == at::kByte) return 0;
   const auto bytes = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous();
-  const auto* data = static_cast<const unsigned char*>(bytes.const_data_ptr());
-  std::uint64_t hash = 0x9e3779b97f4a7c15;
-  for (std::size_t i = 0; i < bytes.nbytes(); i += 8) {
-    std::uint64_t word = 0;
-    std::memcpy(&word, data + i, std::min<std::size_t>(8, bytes.nbytes() - i));
-    hash = (hash ^ word) * 0xff51afd7ed558ccd;  // odd, so that no bits are lost
-    hash ^= hash >> 33;
-  }
-  return hash;
+  return std::hash<std::string_view>()({static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes()});
 }
 
 }  // namespace gradaccum::detail

@@ -8,7 +8,6 @@
 #include <gradaccum/detail/types/uncounted.hpp>
 
 #include <ATen/SequenceNumber.h>
-#include <ATen/core/ivalue.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/hardswish.h>
 #include <ATen/ops/leaky_relu.h>
@@ -123,7 +122,7 @@ class CheapResult {
     const auto& epsilons = LayerNormEpsilons::of_thread().by_number;
     if (const auto found = epsilons.find(result.operation_->sequence_nr()); found != epsilons.end())
       result.epsilon_ = found->second;
-    if (!result.remake(/*for_real=*/false)) return {};
+    if (!result.remake()) return {};
     return result;
   }
 
@@ -134,7 +133,7 @@ class CheapResult {
     const at::NoGradGuard no_gradients;
     ++depth_;
     const auto leave = c10::make_scope_exit([]() noexcept { --depth_; });
-    const at::Tensor whole = *remake(true);
+    const at::Tensor whole = remake()();
     TORCH_CHECK(whole.strides() == at::IntArrayRef(source_strides_), "CheckpointedSequential: ", operation_->name(),
                 " must give the same strides again");
     return whole.as_strided(sizes_, strides_, offset_);
@@ -155,24 +154,22 @@ class CheapResult {
     return dynamic_cast<const Operation*>(operation_.get());
   }
 
-  /// Recomputes the result, or only checks whether it can (`for_real` = false). Returns nothing if it cannot.
-  std::optional<at::Tensor> remake(bool for_real) const {
+  /// Returns a function that recomputes the result; empty if there is none.
+  std::function<at::Tensor()> remake() const {
     using namespace torch::autograd::generated;
-    const auto made = [for_real](auto&& make) { return for_real ? make() : at::Tensor(); };
-    if (auto* gelu = as<GeluBackward0>())
-      return made([&] { return at::gelu(gelu->self_.unpack(), gelu->approximate); });
-    if (auto* silu = as<SiluBackward0>()) return made([&] { return at::silu(silu->self_.unpack()); });
-    if (auto* mish = as<MishBackward0>()) return made([&] { return at::mish(mish->self_.unpack()); });
-    if (auto* swish = as<HardswishBackward0>()) return made([&] { return at::hardswish(swish->self_.unpack()); });
+    if (auto* gelu = as<GeluBackward0>()) return [gelu] { return at::gelu(gelu->self_.unpack(), gelu->approximate); };
+    if (auto* silu = as<SiluBackward0>()) return [silu] { return at::silu(silu->self_.unpack()); };
+    if (auto* mish = as<MishBackward0>()) return [mish] { return at::mish(mish->self_.unpack()); };
+    if (auto* swish = as<HardswishBackward0>()) return [swish] { return at::hardswish(swish->self_.unpack()); };
     if (auto* leaky = as<LeakyReluBackward0>())
-      return made([&] { return at::leaky_relu(leaky->self_.unpack(), leaky->negative_slope); });
+      return [leaky] { return at::leaky_relu(leaky->self_.unpack(), leaky->negative_slope); };
     if (auto* product = as<MulBackward0>(); product && product->self_.has_hooks() && product->other_.has_hooks())
-      return made([&] { return at::mul(product->self_.unpack(), product->other_.unpack()); });
+      return [product] { return at::mul(product->self_.unpack(), product->other_.unpack()); };
     if (auto* norm = as<NativeLayerNormBackward0>(); norm && epsilon_)
-      return made([&] {
+      return [norm, epsilon = *epsilon_] {
         return std::get<0>(at::native_layer_norm_symint(norm->input_.unpack(), norm->normalized_shape,
-                                                        norm->weight_.unpack(), norm->bias_.unpack(), *epsilon_));
-      });
+                                                        norm->weight_.unpack(), norm->bias_.unpack(), epsilon));
+      };
     return {};
   }
 
@@ -200,18 +197,13 @@ class RebuildingHooks final : public torch::autograd::SavedVariableHooks {
     TORCH_CHECK(!version_.changed(),
                 "CheckpointedSequential: a tensor saved for backward must not change in place; change a clone() of it");
     if (result_) return result_->tensor();
-    return around_ ? unpack_around() : kept_;
-  }
-
- private:
-  /// Unpacks with the outer scope's hook. Keeps the tensor, because an outer checkpoint recomputes it only once per
-  /// backward.
-  at::Tensor unpack_around() {
+    if (!around_) return kept_;
     const std::lock_guard lock(mutex_);
-    if (!kept_.defined()) kept_ = around_->call_unpack_hook();
+    if (!kept_.defined()) kept_ = around_->call_unpack_hook();  // an outer checkpoint gives it once per backward
     return CheapResult::remaking() ? kept_ : std::exchange(kept_, {});
   }
 
+ private:
   SavingScope::Hooks around_;
   std::uint64_t from_;
   std::optional<CheapResult> result_;
@@ -244,9 +236,9 @@ struct SavedSlot {
         content(options.check_content ? content_hash(tensor) : 0) {}
 
   /// Describes how the recomputed tensor differs from the saved one; empty if they match.
-  std::string difference(const SavedSlot& again, bool compare_positions) const {
+  std::string difference(const SavedSlot& again) const {
     if (again.traits != traits) return c10::str("a saved tensor was ", traits, " and is ", again.traits);
-    if (compare_positions && again.position != position)
+    if (again.position != 0 && again.position != position)
       return "random numbers were drawn elsewhere in between (is a module in another mode? did another thread draw? "
              "One at a time may; where this part draws none, preserve_rng = false)";
     if (again.content != 0 && again.content != content)
@@ -255,7 +247,7 @@ struct SavedSlot {
   }
 
   TensorTraits traits;
-  std::uint64_t position;   // in the stream of random numbers
+  std::uint64_t position;   // in the stream of random numbers, never 0; 0 unless requested
   std::uint64_t content;    // 0 unless requested
   bool needed = true;       // the operation that saved it may still unpack it
   bool draws_next = false;  // random numbers are drawn next, which that operation may fill the tensor with (RReLU)
@@ -266,11 +258,10 @@ class Recomputation {
  public:
   /// Stops at the operation that saves the tensor of slot `stop_at`.
   Recomputation(const std::vector<SavedSlot>& slots, std::vector<bool> wanted, const CheckpointOptions& options,
-                bool compare_positions, std::size_t stop_at = std::size_t(-1))
+                std::size_t stop_at = std::size_t(-1))
       : slots_(slots),
         wanted_(std::move(wanted)),
         options_(options),
-        compare_positions_(compare_positions),
         stop_at_(stop_at),
         tensors_(slots.size()),
         missing_(std::ranges::count(wanted_, true)),
@@ -321,7 +312,7 @@ class Recomputation {
     if (slot >= slots_.size()) {
       difference_ = c10::str("it saves more than ", slots_.size(), " tensors");
     } else if (slot < stop_at_) {
-      difference_ = slots_[slot].difference(SavedSlot(tensor, options_), compare_positions_);
+      difference_ = slots_[slot].difference(SavedSlot(tensor, options_));
     }
     done_ = slot >= stop_at_ || !difference_.empty();
     if (done_) return;
@@ -335,7 +326,6 @@ class Recomputation {
   const std::vector<SavedSlot>& slots_;
   std::vector<bool> wanted_;
   CheckpointOptions options_;
-  bool compare_positions_;
   std::size_t stop_at_;
   std::vector<at::Tensor> tensors_;
   std::ptrdiff_t missing_;
@@ -392,8 +382,7 @@ class CheckpointFrame {
   at::Tensor unpack(std::size_t slot) {
     const std::lock_guard lock(mutex_);
     const int pass = torch::autograd::get_current_graph_task_id();
-    const auto found = std::ranges::find(passes_, pass, &Pass::id);
-    auto tensors = found == passes_.end() ? nullptr : found->tensors.lock();
+    auto tensors = passes_[pass].lock();
     if (!tensors && pass != not_in_backward) tensors = begin(pass);
     if (tensors && (*tensors)[slot].defined()) return std::exchange((*tensors)[slot], {});
     std::vector<bool> only(slots_.size());
@@ -405,8 +394,8 @@ class CheckpointFrame {
   void release(std::size_t slot) {
     const std::lock_guard lock(mutex_);
     slots_[slot].needed = false;
-    for (auto& pass : passes_)
-      if (auto tensors = pass.tensors.lock(); tensors && slot < tensors->size()) (*tensors)[slot].reset();
+    for (auto& [id, pass] : passes_)
+      if (auto tensors = pass.lock(); tensors && slot < tensors->size()) (*tensors)[slot].reset();
   }
 
   const SavedSlot& slot(std::size_t i) const { return slots_[i]; }
@@ -416,10 +405,6 @@ class CheckpointFrame {
  private:
   static constexpr int not_in_backward = -1;
   using Tensors = std::vector<at::Tensor>;
-  struct Pass {
-    int id;
-    std::weak_ptr<Tensors> tensors;
-  };
 
   void note_position(std::uint64_t position) {
     if (!slots_.empty()) slots_.back().draws_next = slots_.back().position != position;
@@ -431,15 +416,16 @@ class CheckpointFrame {
     auto tensors = std::make_shared<Tensors>(recompute(needed));
     // The callback owns the tensors, and is destroyed with the pass even if that fails: so all of them are freed.
     torch::autograd::Engine::get_default_engine().queue_callback([tensors] {});
-    std::erase_if(passes_, [](auto& each) { return each.tensors.expired(); });
-    passes_.push_back({pass, tensors});
+    std::erase_if(passes_, [](auto& each) { return each.second.expired(); });
+    passes_[pass] = tensors;
     return tensors;
   }
 
   std::vector<at::Tensor> recompute(const std::vector<bool>& wanted) {
     auto options = options_;
     options.early_stop |= !complete_;  // inside the function, which computes gradients itself
-    Recomputation recomputation(slots_, wanted, options, /*compare_positions=*/draws_);
+    options.preserve_rng = draws_;     // else numbers that others draw do not matter
+    Recomputation recomputation(slots_, wanted, options);
     rerun(recomputation);
     const auto difference = recomputation.difference();
     TORCH_CHECK(difference.empty(), "checkpoint: the function must do the same when it runs again, but ",
@@ -465,7 +451,7 @@ class CheckpointFrame {
     const auto callback =
         at::addThreadLocalCallback(at::RecordFunctionCallback(record).scopes({at::RecordScope::FUNCTION}));
     try {
-      Recomputation recomputation(slots_, std::vector<bool>(slots_.size()), {}, /*compare_positions=*/false, slot);
+      Recomputation recomputation(slots_, std::vector<bool>(slots_.size()), {.preserve_rng = false}, slot);
       rerun(recomputation);
     } catch (...) {  // the name of the last operation is enough
     }
@@ -480,7 +466,7 @@ class CheckpointFrame {
   bool draws_ = false;          // uses random generators, whose state is restored
   std::recursive_mutex mutex_;  // backward passes may run on several threads
   std::vector<SavedSlot> slots_;
-  std::vector<Pass> passes_;
+  std::unordered_map<int, std::weak_ptr<Tensors>> passes_;  // by id
 };
 
 /// Keeps a slot of a frame in place of a tensor that an operation saves.

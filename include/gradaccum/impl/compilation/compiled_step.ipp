@@ -215,8 +215,7 @@ struct StepTrace {
 GRADACCUM_INLINE torch::jit::Stack outputs_of(const Loss& loss, const std::vector<at::Tensor>& batch) {
   std::vector<at::Tensor> outputs{loss.mean};
   if (loss.output.defined()) outputs.push_back(loss.output);
-  const bool given = std::ranges::any_of(batch, [&](auto& tensor) { return tensor.is_same(loss.target); });
-  if (loss.target.defined() && !given) outputs.push_back(loss.target);
+  if (index_of_target(loss, batch) == GraphDescription::computed_target) outputs.push_back(loss.target);
   return {outputs};
 }
 
@@ -324,22 +323,19 @@ GRADACCUM_INLINE StepTrace trace_of(const StepModel& model, const StepCall& call
   const auto restore = c10::make_scope_exit([cached] { at::autocast::set_autocast_cache_enabled(cached); });
   std::optional<AllocationScope> made;
   if (!constants) made.emplace("save_step: must not record inside LibTorch's profiler, which uses the same hook");
-  const auto record = [&] {
-    const HostReads reads(model.attends());
-    const auto inputs = inputs_of(model, call.batch);
-    const auto keep = c10::make_scope_exit([&] { read = reads.found(); });
-    return torch::jit::tracer::trace(
-        torch::jit::Stack(inputs.begin(), inputs.end()),
-        [&](const torch::jit::Stack&) {
-          trace.loss = call.objective();
-          trace.loss.check();
-          return outputs_of(trace.loss, call.batch);
-        },
-        [](const at::Tensor&) { return std::string(); }, /*strict=*/false, /*force_outplace=*/false, &trace.module);
-  };
   const auto traced = [&] {
     try {
-      return record();
+      const HostReads reads(model.attends());
+      const auto inputs = inputs_of(model, call.batch);
+      const auto keep = c10::make_scope_exit([&] { read = reads.found(); });
+      return torch::jit::tracer::trace(
+          torch::jit::Stack(inputs.begin(), inputs.end()),
+          [&](const torch::jit::Stack&) {
+            trace.loss = call.objective();
+            trace.loss.check();
+            return outputs_of(trace.loss, call.batch);
+          },
+          [](const at::Tensor&) { return std::string(); }, /*strict=*/false, /*force_outplace=*/false, &trace.module);
     } catch (const c10::Error& error) {  // its text lists all elements of the tensor
       const std::string_view text(error.what_without_backtrace());
       TORCH_CHECK(text.find("requires grad as a constant") == std::string_view::npos,
@@ -357,13 +353,23 @@ GRADACCUM_INLINE StepTrace trace_of(const StepModel& model, const StepCall& call
   trace.graph = traced.first->graph;
   if (made) check_no_constants(*trace.graph, **made);
   TORCH_CHECK(trace.loss.items > 0, "save_step: the loss's items must be > 0, got ", trace.loss.items);
-  const bool has_rows = !call.batch.empty() && call.batch.front().defined() && call.batch.front().dim() > 0;
-  const auto rows = has_rows ? static_cast<double>(call.batch.front().size(0)) : 1;
+  const auto rows = static_cast<double>(samples_of(call.batch.front()));
   TORCH_CHECK(call.tensors_alone || trace.loss.items == 1 || trace.loss.items == rows,
               "save_step: the loss's items must be 1 or the batch's number of rows, got ", trace.loss.items,
               ": a number from the batch would become a constant; weight the step's result instead: "
               "ga::Loss{step(batch).mean, batch.tokens}");
   trace.operations = OperationsText(*trace.graph).text();
+  return trace;
+}
+
+/// Records the operations in a pass of a trial.
+GRADACCUM_INLINE StepTrace trace_of(const StepTrial& trial, const StepModel& model, const StepCall& call,
+                                    bool constants) {
+  StepTrace trace;
+  trial.result([&](auto&) {
+    trace = trace_of(model, call, constants);
+    return trace.loss;
+  });
   return trace;
 }
 
@@ -401,10 +407,7 @@ GRADACCUM_INLINE std::string why_these_rows(const StepTrial& trial, const StepMo
   if (!calls.of_a_row_less) return "its tensors have not as many rows each, or fewer than 3";
   StepTrace other;
   try {
-    trial.result([&](auto&) {
-      other = trace_of(model, *calls.of_a_row_less, options.constants);
-      return other.loss;
-    });
+    other = trace_of(trial, model, *calls.of_a_row_less, options.constants);
   } catch (const std::exception& error) {
     return "the objective throws for a row less: " + first_line(error.what());
   }
@@ -437,14 +440,7 @@ class StepSaver {
     TORCH_CHECK(!calls.call.batch.empty(), "save_step: the batch must have tensors, but none were found in it");
     const StepTrial trial(model_);
     trial.result(calls.call.objective);
-    const auto traced = [&] {
-      StepTrace trace;
-      trial.result([&](auto&) {
-        trace = trace_of(model_, calls.call, options_.constants);
-        return trace.loss;
-      });
-      return trace;
-    };
+    const auto traced = [&] { return trace_of(trial, model_, calls.call, options_.constants); };
     const auto trace = traced();
     const auto script = script_of(trace);
     const StepComparison comparison(trial, model_, calls.call.batch, calls.call.objective, [&] {
@@ -530,8 +526,7 @@ class LoadedStep final : public RecordedSteps<CompiledStepReport> {
  public:
   LoadedStep(torch::nn::Module& module, const StepSource& source)
       : steps_(std::make_shared<StepGraphs>("CompiledStep", StepModel(module), source)) {
-    const auto device = steps_->model().device();
-    if (device && has_graphs(*device) && !steps_->waits()) captured_ = capture_steps(module, {});
+    if (has_graphs(*steps_->model().device()) && !steps_->waits()) captured_ = capture_steps(module, {});
   }
 
   Loss run(std::vector<at::Tensor> batch, c10::function_ref<Loss()> objective) override {
@@ -570,7 +565,7 @@ class LoadedStep final : public RecordedSteps<CompiledStepReport> {
     if (captured_) try {
         return captured_->run(batch, run);
       } catch (const c10::Error& error) {
-        TORCH_WARN("CompiledStep: ", steps_->name(), " runs without graphs: ", error.what_without_backtrace());
+        TORCH_WARN(steps_->name(), " runs without graphs: ", error.what_without_backtrace());
         captured_ = nullptr;
       }
     return run();
@@ -594,9 +589,8 @@ class LoadedStep final : public RecordedSteps<CompiledStepReport> {
     const StepComparison comparison(trial, steps_->model(), batch, objective,
                                     [&] { return steps_->tried(trial, *layout.graph, batch); });
     const auto& name = steps_->name();
-    TORCH_CHECK(comparison.wrong.empty(), "CompiledStep: ", name, ": the compiled step must do what the objective ",
-                "does, but for ", layout_text(batch), " ", comparison.wrong,
-                ": the objective or the model has changed ",
+    TORCH_CHECK(comparison.wrong.empty(), name, ": the compiled step must do what the objective does, but for ",
+                layout_text(batch), " ", comparison.wrong, ": the objective or the model has changed ",
                 "since the step was saved, or depends on values that are not in tensors; save and compile it again");
     layout.checked = true;
     layout.flops = counter.get_flop_counts();
@@ -606,7 +600,7 @@ class LoadedStep final : public RecordedSteps<CompiledStepReport> {
     if (doubt.empty()) return;
     layout.graph = nullptr;
     layout.why_eager = "a doubt about the step for " + layout_text(batch) + ": " + doubt;
-    TORCH_WARN("CompiledStep: ", name, ": the objective runs instead of the compiled step: ", layout.why_eager);
+    TORCH_WARN(name, ": the objective runs instead of the compiled step: ", layout.why_eager);
   }
 
   /// Returns a text if the objective has other operations or constants than the recorded one. Their values may be equal
@@ -617,11 +611,7 @@ class LoadedStep final : public RecordedSteps<CompiledStepReport> {
       for (std::size_t k = 0; k < i; ++k)
         if (batch[i].is_same(batch[k])) return "";  // a trace takes both for the first
     if (graph.description.operations.empty()) return "";
-    StepTrace trace;
-    trial.result([&](auto&) {
-      trace = trace_of(steps_->model(), {batch, [&] { return objective(); }}, /*constants=*/true);
-      return trace.loss;
-    });
+    const auto trace = trace_of(trial, steps_->model(), {batch, [&] { return objective(); }}, /*constants=*/true);
     return crc_of(trace.operations) == graph.description.operations
                ? ""
                : "the objective has other operations or numbers than the recorded one; save and compile it again";

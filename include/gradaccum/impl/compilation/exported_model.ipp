@@ -23,13 +23,6 @@ namespace gradaccum::detail {
 inline constexpr const char* sample_name = "sample.safetensors";
 inline constexpr std::uint64_t sample_seed = 20'261'127;  // as in gradaccum.export
 
-GRADACCUM_INLINE std::vector<std::string> words_of(const std::string& text) {
-  std::istringstream stream(text);
-  std::vector<std::string> words;
-  for (std::string word; stream >> word;) words.push_back(word);
-  return words;
-}
-
 /// Returns a text of an untrusted manifest.
 GRADACCUM_INLINE const std::string& text_of_source(const StepSource& source, const std::string& name) {
   const auto found = source.manifest.values.find(name);
@@ -64,11 +57,10 @@ GRADACCUM_INLINE std::string pass_text(const std::string& kind, const std::strin
 GRADACCUM_INLINE torch::nn::Module& module_at(torch::nn::Module& root, std::string_view path, const std::string& what) {
   constexpr int deepest = 64;
   auto* module = &root;
-  int depth = 0;
-  while (!path.empty()) {
+  for (int depth = 1; !path.empty(); ++depth) {
     const std::string name(path.substr(0, path.find('.')));
     path.remove_prefix(std::min(path.size(), name.size() + 1));
-    if (name.empty() || ++depth > deepest)
+    if (name.empty() || depth > deepest)
       throw std::runtime_error(what + ": names must be of at most 64 parts, none of them empty");
     auto children = module->named_children();
     auto* const there = children.find(name);
@@ -77,39 +69,26 @@ GRADACCUM_INLINE torch::nn::Module& module_at(torch::nn::Module& root, std::stri
   return *module;
 }
 
-/// Sample of one graph, computed by Python.
-class Sample {
- public:
-  Sample(const io::SafetensorsFile& file, std::string name, const StepModel& model)
-      : file_(file), name_(std::move(name)), model_(model) {}
-
-  at::Tensor of_batch(const std::string& tensor) const { return file_.get_tensor(name_ + ".batch." + tensor); }
-
-  /// Returns the results as summaries, in the dtypes of Python's run (`wanted`) or in float32 (`exact`).
-  TrialResult results(const std::string& which) const {
-    const auto find = [&](const std::string& name) {
-      const auto full = name_ + "." + which + "." + name;
-      auto found = file_.contains(full) ? file_.get_tensor(full) : at::Tensor();
-      TORCH_CHECK(!found.defined() || (found.dim() == 1 && found.scalar_type() == at::kDouble && found.numel() > 0),
-                  file_.path().string(), ": ", full, " must be a summary of a tensor");
-      return found;
-    };
-    Loss loss(find("loss"), 1.0);
-    loss.mean = loss.mean.defined() ? loss.mean[0] : at::zeros({}, at::kDouble);
-    loss.output = find("output");
-    if (const auto items = find("items"); items.defined()) loss.items = items[0].item<double>();
-    TrialResult results{loss, {}, {}, GeneratorStates()};
-    for (auto& name : model_.parameter_names) results.gradients.push_back(find("gradient." + name));
-    for (auto& name : model_.buffer_names) results.buffers.push_back(find("buffer." + name));
-    return results;
-  }
-  bool has_exact() const { return file_.contains(name_ + ".exact.loss") || file_.contains(name_ + ".exact.output"); }
-
- private:
-  const io::SafetensorsFile& file_;
-  std::string name_;
-  const StepModel& model_;
-};
+/// Returns the summaries of results that Python computed for a graph's sample: `which` is `graph-0.wanted` in the
+/// dtypes of its run, or `graph-0.exact` in float32.
+GRADACCUM_INLINE TrialResult results_of_python(const io::SafetensorsFile& sample, const std::string& which,
+                                               const StepModel& model) {
+  const auto find = [&](const std::string& name) {
+    const auto full = which + "." + name;
+    auto found = sample.contains(full) ? sample.get_tensor(full) : at::Tensor();
+    TORCH_CHECK(!found.defined() || (found.dim() == 1 && found.scalar_type() == at::kDouble && found.numel() > 0),
+                sample.path().string(), ": ", full, " must be a summary of a tensor");
+    return found;
+  };
+  Loss loss(find("loss"), 1.0);
+  loss.mean = loss.mean.defined() ? loss.mean[0] : at::zeros({}, at::kDouble);
+  loss.output = find("output");
+  if (const auto items = find("items"); items.defined()) loss.items = items[0].item<double>();
+  TrialResult results{loss, {}, {}, GeneratorStates()};
+  for (auto& name : model.parameter_names) results.gradients.push_back(find("gradient." + name));
+  for (auto& name : model.buffer_names) results.buffers.push_back(find("buffer." + name));
+  return results;
+}
 
 /// Registers a model's tensors, which `text` lists one per line, under their names. Returns them in that order.
 GRADACCUM_INLINE StepModel
@@ -172,15 +151,14 @@ GRADACCUM_INLINE ExportedModelImpl::ExportedModelImpl(const std::filesystem::pat
       throw std::runtime_error(source.name + ": " + tied[i] + " must be another name of a weight");
     tied_[tied[i]] = tied[i + 1];
   }
+  std::optional<detail::StepSource> code;
   if (options.code) {
     const auto& name = options.code->name;
-    const detail::StepSource code(name, detail::step_in_program(name, "ExportedModel"), detail::exported_format);
-    TORCH_CHECK(code.manifest.values == manifest.values, "ExportedModel: ", source.name,
-                ": must be the export that was built into this program as ", code.name, "; rebuild the program");
-    graphs_ = std::make_shared<detail::StepGraphs>("ExportedModel", std::move(model), code);
-  } else {
-    graphs_ = std::make_shared<detail::StepGraphs>("ExportedModel", std::move(model), source);
+    code.emplace(name, detail::step_in_program(name, "ExportedModel"), detail::exported_format);
+    TORCH_CHECK(code->manifest.values == manifest.values, "ExportedModel: ", source.name,
+                ": must be the export that was built into this program as ", name, "; rebuild the program");
   }
+  graphs_ = std::make_shared<detail::StepGraphs>("ExportedModel", std::move(model), code ? *code : source);
   if (!options.check) return;
   for (std::size_t i = 0; i < graphs_->graphs().size(); ++i) {
     check_sample(sample, i, detail::name_of_graph(i));
@@ -189,18 +167,16 @@ GRADACCUM_INLINE ExportedModelImpl::ExportedModelImpl(const std::filesystem::pat
   }
 }
 
-GRADACCUM_INLINE void ExportedModelImpl::check_sample(const io::SafetensorsFile& file, std::size_t number,
+GRADACCUM_INLINE void ExportedModelImpl::check_sample(const io::SafetensorsFile& sample, std::size_t number,
                                                       const std::string& name) const {
   const auto& graph = graphs_->graphs()[number];
   const auto& model = graphs_->model();
-  const detail::Sample sample(file, name, model);
   std::vector<at::Tensor> batch;
-  const auto device = model.device().value_or(at::kCPU);
+  const auto device = *model.device();
   for (auto& tensor : detail::words_of(graph.description.names))
-    batch.push_back(sample.of_batch(tensor).to(device, /*non_blocking=*/false, /*copy=*/true));
-  TORCH_CHECK(graphs_->find(batch, [&](auto& found) { return &found == &graph.description; }),
-              "ExportedModel: ", graphs_->name(), ": the sample must be a batch for ", name, ", got ",
-              detail::layout_text(batch));
+    batch.push_back(sample.get_tensor(name + ".batch." + tensor).to(device, /*non_blocking=*/false, /*copy=*/true));
+  TORCH_CHECK(graphs_->find(batch, [&](auto& found) { return &found == &graph.description; }), graphs_->name(),
+              ": the sample must be a batch for ", name, ", got ", detail::layout_text(batch));
 
   const detail::RandomScope as_before{detail::GeneratorStates()};
   for (const auto where : {at::Device(at::kCPU), device}) {
@@ -209,14 +185,14 @@ GRADACCUM_INLINE void ExportedModelImpl::check_sample(const io::SafetensorsFile&
   }
   const detail::StepTrial trial(model);
   const auto got = detail::summarised(graphs_->tried(trial, graph, batch), graph.description);
-  auto wanted = sample.results("wanted");
+  auto wanted = detail::results_of_python(sample, name + ".wanted", model);
   wanted.random = got.random;
-  const bool as_it_is = graphs_->description().autocast() == "no";
-  wanted.tolerance = as_it_is ? detail::tolerance_of(model, got.loss.mean) : 0.1;
+  wanted.tolerance = graphs_->description().autocast() == "no" ? detail::tolerance_of(model, got.loss.mean) : 0.1;
   std::optional<detail::TrialResult> exact;
-  if (sample.has_exact()) exact = sample.results("exact");
+  if (sample.contains(name + ".exact.loss") || sample.contains(name + ".exact.output"))
+    exact = detail::results_of_python(sample, name + ".exact", model);
   const auto differences = detail::differences_of_steps(model, wanted, got, exact ? &*exact : nullptr);
-  TORCH_CHECK(differences.empty(), "ExportedModel: ", graphs_->name(), ": the ", graph.description.kind, " of ",
+  TORCH_CHECK(differences.empty(), graphs_->name(), ": the ", graph.description.kind, " of ",
               detail::layout_text(batch), " must give what Python computed, but ", differences.front().text(),
               ": export the model again on this kind of machine, or pass {.check = false} to accept it as it is");
 }
@@ -241,16 +217,16 @@ GRADACCUM_INLINE Loss ExportedModelImpl::run(const std::string& kind, const io::
   if (!graph) {
     std::string exported;
     for (auto& pass : passes()) exported += "\n  " + pass;
-    TORCH_CHECK(false, "ExportedModel: ", graphs_->name(), ": there is no code for ",
+    TORCH_CHECK(false, graphs_->name(), ": there is no code for ",
                 detail::pass_text(kind, names, detail::layout_text(tensors)), "; export it, too. There is:", exported);
   }
   const auto& model = graphs_->model();
   const auto& saved = graphs_->description();
-  TORCH_CHECK(model.unchanged(/*may_be_frozen=*/true), "ExportedModel: ", graphs_->name(),
+  TORCH_CHECK(model.unchanged(/*may_be_frozen=*/true), graphs_->name(),
               ": parameters and buffers must be as they were exported; the model had ",
               detail::first_difference(saved.model, model.text()), ": export the model in that form");
   const auto modes = model.modes();
-  TORCH_CHECK(!modes.autocast || saved.autocast() == c10::toString(*modes.autocast), "ExportedModel: ", graphs_->name(),
+  TORCH_CHECK(!modes.autocast || saved.autocast() == c10::toString(*modes.autocast), graphs_->name(),
               ": autocast is compiled in and must be as in the export, ", saved.modes, ", got ",
               c10::toString(*modes.autocast), ": export the model with --precision, or remove ga::Autocast here");
   return kind == "training" ? graphs_->trained(*graph, std::move(tensors))

@@ -18,7 +18,6 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/record_function.h>
-#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/ScopeExit.h>
@@ -64,11 +63,14 @@ struct CudaGraph final : GraphImplInterface {
 };
 #endif
 
+using GraphMaker = std::function<std::unique_ptr<GraphImplInterface>()>;
+
+/// Returns the function that constructs graphs of a device; empty if it has none.
 #if __has_include(<ATen/core/GraphImplInterface.h>)
-GRADACCUM_INLINE std::unique_ptr<GraphImplInterface> new_device_graph(c10::DeviceType device) {
-  if (at::has_graph_impl(device)) return at::create_graph_impl(device);
+GRADACCUM_INLINE GraphMaker graph_maker(c10::DeviceType device) {
+  if (at::has_graph_impl(device)) return [device] { return at::create_graph_impl(device); };
 #ifdef GRADACCUM_HAS_CUDA_GRAPHS
-  if (device == c10::kCUDA) return std::make_unique<CudaGraph>();
+  if (device == c10::kCUDA) return [] { return std::make_unique<CudaGraph>(); };
 #endif
   return nullptr;
 }
@@ -77,8 +79,8 @@ GRADACCUM_INLINE void begin_capture(GraphImplInterface& graph, GraphPool pool) {
   graph.capture_begin(pool, at::GraphCaptureMode::ThreadLocal);  // a thread that prefetches may allocate
 }
 #else
-GRADACCUM_INLINE std::function<std::unique_ptr<GraphImplInterface>()>& device_graph_maker() {
-  static std::function<std::unique_ptr<GraphImplInterface>()> make
+GRADACCUM_INLINE GraphMaker& device_graph_maker() {
+  static GraphMaker make
 #ifdef GRADACCUM_HAS_CUDA_GRAPHS
       = [] { return std::make_unique<CudaGraph>(); }
 #endif
@@ -86,22 +88,14 @@ GRADACCUM_INLINE std::function<std::unique_ptr<GraphImplInterface>()>& device_gr
   return make;
 }
 
-GRADACCUM_INLINE std::unique_ptr<GraphImplInterface> new_device_graph(c10::DeviceType device) {
-  return device == c10::kCUDA && device_graph_maker() ? device_graph_maker()() : nullptr;
+GRADACCUM_INLINE GraphMaker graph_maker(c10::DeviceType device) {
+  return device == c10::kCUDA ? device_graph_maker() : nullptr;
 }
 
 GRADACCUM_INLINE void begin_capture(GraphImplInterface& graph, GraphPool pool) { graph.capture_begin(pool); }
 #endif
 
-GRADACCUM_INLINE bool has_graphs(c10::Device device) {
-#if !__has_include(<ATen/core/GraphImplInterface.h>)
-  return device.is_cuda() && device_graph_maker();
-#elif defined(GRADACCUM_HAS_CUDA_GRAPHS)
-  return device.is_cuda() || at::has_graph_impl(device.type());
-#else
-  return at::has_graph_impl(device.type());
-#endif
-}
+GRADACCUM_INLINE bool has_graphs(c10::Device device) { return graph_maker(device.type()) != nullptr; }
 
 /// Remembers the first operation that failed on this thread or on autograd's threads for it.
 class FailedOperation {
@@ -133,7 +127,7 @@ class FailedOperation {
 };
 
 GRADACCUM_INLINE DeviceGraph::DeviceGraph(c10::Stream stream, GraphPool pool, c10::function_ref<void()> work)
-    : impl_(new_device_graph(stream.device_type())) {
+    : impl_(graph_maker(stream.device_type())()) {
   const c10::StreamGuard guard(stream);
   const FailedOperation failed;
   begin_capture(*impl_, pool);
@@ -237,6 +231,17 @@ class GraphedBackward final : public torch::autograd::Node {
     return at::_foreach_mul(step->gradients, 1);  // copies, as the next replay overwrites them
   }
 
+  /// Returns the graph's own gradients, which the next replay overwrites, if forward ran on this thread's current
+  /// stream. The caller keeps the captured step until it has added them, since they do not own their memory.
+  std::vector<at::Tensor> own_gradients(const at::Tensor& seed) {
+    if (!pending_ || pending_->stream != current_stream(pending_->stream.device())) return {};
+    const auto set = [&](auto& start) { seed.is_cpu() ? start.fill_(seed.item<double>()) : start.copy_(seed); };
+    return replayed(set)->gradients;
+  }
+
+  void release_variables() override { pending_ = nullptr; }
+
+ private:
   /// Replays backward from a seed that `set` writes.
   std::shared_ptr<const CapturedStep> replayed(c10::function_ref<void(const at::Tensor& seed)> set) {
     TORCH_CHECK(pending_, "GraphedStep: backward must run only once for each step(batch)");
@@ -247,24 +252,8 @@ class GraphedBackward final : public torch::autograd::Node {
     return step;
   }
 
-  /// True if forward ran on this thread's current stream.
-  bool on_its_stream() const { return pending_ && pending_->stream == current_stream(pending_->stream.device()); }
-
-  void release_variables() override { pending_ = nullptr; }
-
- private:
   std::shared_ptr<const PendingBackward> pending_;
 };
-
-/// Returns the graph's own gradients, which the next replay overwrites. The caller keeps the captured step until it has
-/// added them, since they do not own their memory.
-GRADACCUM_INLINE std::vector<at::Tensor> gradients_of_replay(const NodePointer& node, const at::Tensor& seed) {
-  auto& backward = static_cast<GraphedBackward&>(*node);
-  if (!backward.on_its_stream()) return {};
-  return backward
-      .replayed([&](const at::Tensor& start) { seed.is_cpu() ? start.fill_(seed.item<double>()) : start.copy_(seed); })
-      ->gradients;
-}
 
 /// Captures the step of each layout, checks it against the objective, and replays it.
 class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
@@ -507,8 +496,9 @@ class CapturedSteps final : public RecordedSteps<GraphedStepReport> {
     const auto node = new_node<GraphedBackward>(std::move(pending));
     node->set_next_edges(torch::autograd::collect_next_edges(step->parameters));
     torch::autograd::set_history(loss.mean, node);
-    const auto gradients = [node, step](const at::Tensor& seed) { return gradients_of_replay(node, seed); };
-    return loss.with_gradients(step->parameters, gradients);
+    return loss.with_gradients(step->parameters, [node, step](const at::Tensor& seed) {
+      return static_cast<GraphedBackward&>(*node).own_gradients(seed);
+    });
   }
 
   /// Compares a step with the objective. Throws if it is another program; the next batch is then compared again.

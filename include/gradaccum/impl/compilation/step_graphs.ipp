@@ -14,7 +14,6 @@
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/detail/types/uncounted.hpp>
 #include <gradaccum/detail/window/fused_gradients.hpp>
-#include <gradaccum/detail/window/window_gradients.hpp>
 #include <gradaccum/version.hpp>
 
 #include <ATen/autocast_mode.h>
@@ -39,6 +38,7 @@
 #include <cmath>
 #include <cstdio>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <sstream>
@@ -380,17 +380,16 @@ GRADACCUM_INLINE std::vector<std::int64_t> layout_key(const std::vector<at::Tens
 /// The compiled code of a graph: a function from tensors to tensors.
 class StepCode {
  public:
-  /// Loads a shared library, whose code runs with this program's rights. Throws `std::runtime_error` with the path.
-  StepCode(const std::filesystem::path& library, const std::string& name, at::Device device) {
-    const auto path = std::filesystem::absolute(library);
-    library_ = load_library(path);
-    const auto* const functions = find_symbol(library_.get(), "gradaccum_code_" + name);
-    if (!functions)
-      throw std::runtime_error(path.string() + ": must be the code " + name + " of a step: compile it again");
-    start(static_cast<void* const*>(functions), device);
+  /// Starts the code of a function table that generated code exports. `library`: its owner, unless the program has it.
+  StepCode(void* const* functions, at::Device device, std::shared_ptr<void> library = nullptr)
+      : functions_(reinterpret_cast<const Functions*>(functions)) {
+    void* container = nullptr;
+    const c10::OptionalDeviceGuard as_before(device.is_cpu() ? std::nullopt : std::optional(device));  // restored
+    const auto* const error = functions_->create(&container, device.str().c_str());
+    TORCH_CHECK(!error, "CompiledStep, ExportedModel: the compiled code must start, got ", error);
+    container_ = {container, [destroy = functions_->destroy, library](void* old) { destroy(old); }};
+    outputs_ = functions_->outputs(container);
   }
-  /// Uses code in this program, through the function table that generated code exports.
-  StepCode(void* const* functions, at::Device device) { start(functions, device); }
 
   std::size_t inputs() const { return functions_->inputs(container_.get()); }
   std::size_t outputs() const { return outputs_; }
@@ -432,18 +431,8 @@ class StepCode {
     std::size_t (*outputs)(void* container);
   };
 
-  void start(void* const* functions, at::Device device) {
-    functions_ = reinterpret_cast<const Functions*>(functions);
-    void* container = nullptr;
-    const c10::OptionalDeviceGuard as_before(device.is_cpu() ? std::nullopt : std::optional(device));  // restored
-    const auto* const error = functions_->create(&container, device.str().c_str());
-    TORCH_CHECK(!error, "CompiledStep, ExportedModel: the compiled code must start, got ", error);
-    container_ = {container, [destroy = functions_->destroy, library = library_](void* old) { destroy(old); }};
-    outputs_ = functions_->outputs(container);
-  }
-
-  std::shared_ptr<void> library_, container_;
-  const Functions* functions_ = nullptr;
+  const Functions* functions_;
+  std::shared_ptr<void> container_;  // owns the library, too
   std::size_t outputs_ = 0;
 };
 
@@ -552,7 +541,8 @@ class StepSource {
   StepSource(std::string step_name, const StepInProgram& step, std::string_view format)
       : name(std::move(step_name)), manifest(manifest_of(step.manifest, name, format)), in_program_(&step) {}
 
-  /// Loads the code of a graph. Checks a file against the manifest first.
+  /// Loads the code of a graph, which runs with this program's rights. Checks a file against the manifest first. Throws
+  /// `std::runtime_error` with the path.
   StepCode code(std::size_t number, const GraphDescription& graph, at::Device device) const {
     if (in_program_) {
       const auto found = in_program_->code.find(graph.code);
@@ -561,7 +551,12 @@ class StepSource {
       return StepCode(found->second, device);
     }
     const auto file = name_of_graph(number) + "." + graph.code + ".so";
-    return StepCode(listed_file(folder_, manifest, file), graph.code, device);
+    const auto path = std::filesystem::absolute(listed_file(folder_, manifest, file));
+    const auto library = load_library(path);
+    const auto* const functions = find_symbol(library.get(), "gradaccum_code_" + graph.code);
+    if (!functions)
+      throw std::runtime_error(path.string() + ": must be the code " + graph.code + " of a step: compile it again");
+    return StepCode(static_cast<void* const*>(functions), device, library);
   }
 
   const std::string name;  ///< in error messages
@@ -669,6 +664,11 @@ struct StepGraph {
   std::vector<at::Tensor> moved;       ///< buffers that the step changes
 };
 
+GRADACCUM_INLINE std::vector<std::string> words_of(const std::string& text) {
+  std::istringstream stream(text);
+  return {std::istream_iterator<std::string>(stream), std::istream_iterator<std::string>()};
+}
+
 /// Returns the positions in a batch of an index that an error of compiled code reports, such as `; labels has it at
 /// [20]`.
 GRADACCUM_INLINE std::string places_of_index(const std::string& error, const std::vector<at::Tensor>& batch,
@@ -676,10 +676,9 @@ GRADACCUM_INLINE std::string places_of_index(const std::string& error, const std
   long long index = 0, lower = 0, upper = 0;
   if (std::sscanf(error.c_str(), "index %lld must be in [%lld, %lld)", &index, &lower, &upper) != 3) return "";
   std::string text;
-  std::istringstream names(graph.description.names);
+  const auto names = words_of(graph.description.names);
   for (std::size_t i = 0; i < batch.size(); ++i) {
-    std::string name;
-    if (!(names >> name)) name = c10::str("tensor ", i, " of the batch");
+    const auto name = i < names.size() ? names[i] : c10::str("tensor ", i, " of the batch");
     if (!batch[i].defined() || !at::isIntegralType(batch[i].scalar_type(), /*includeBool=*/false)) continue;
     const auto found = batch[i].eq(index).nonzero().cpu().contiguous();
     if (found.size(0) == 0) continue;
@@ -692,17 +691,16 @@ GRADACCUM_INLINE std::string places_of_index(const std::string& error, const std
 /// Loads and runs the graphs of a model. `owner`: the class that errors name.
 class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
  public:
-  StepGraphs(std::string owner, StepModel model, const StepSource& source)
-      : owner_(std::move(owner)), model_(std::move(model)), name_(source.name) {
-    const auto libtorch = source.manifest.libtorch;
-    TORCH_CHECK(libtorch == TORCH_VERSION, owner_, ": ", name_, ": must be made with LibTorch ", TORCH_VERSION,
-                ", got ", libtorch, ": make and compile it again");
-    description_ = step_description(source.manifest, name_);
+  StepGraphs(const std::string& owner, StepModel model, const StepSource& source)
+      : model_(std::move(model)), name_(owner + ": " + source.name) {
+    TORCH_CHECK(source.manifest.libtorch == TORCH_VERSION, name_, ": must be made with LibTorch ", TORCH_VERSION,
+                ", got ", source.manifest.libtorch, ": make and compile it again");
+    description_ = step_description(source.manifest, source.name);
     const auto now = model_.text();
-    TORCH_CHECK(description_.model == now, owner_, ": ", name_, ": the model must be as it was saved; it had ",
+    TORCH_CHECK(description_.model == now, name_, ": the model must be as it was saved; it had ",
                 first_difference(description_.model, now), ": make and compile it again");
     const auto device = model_.device();
-    TORCH_CHECK(device, owner_, ": ", name_, ": the model must be on one device, a CPU or a CUDA device");
+    TORCH_CHECK(device, name_, ": the model must be on one device, a CPU or a CUDA device");
     device_ = *device;
     for (std::size_t i = 0; i < description_.graphs.size(); ++i) check_graph(i);
     graphs_.reserve(description_.graphs.size());
@@ -714,6 +712,7 @@ class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
   const StepModel& model() const { return model_; }
   const StepDescription& description() const { return description_; }
   const std::vector<StepGraph>& graphs() const { return graphs_; }
+  /// Returns the beginning of error messages: the owner, and the name of the source.
   const std::string& name() const { return name_; }
   /// True if a step synchronizes with its device, to read the seed of a float16 loss.
   bool waits() const { return in_float16_; }
@@ -772,13 +771,12 @@ class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
   void check_graph(std::size_t number) const {
     const auto& graph = description_.graphs[number];
     const auto what = name_ + ": " + name_of_graph(number);
-    TORCH_CHECK(!graph.code.empty(), owner_, ": ", what,
-                " must be compiled first: run gradaccum-compile-step on this folder");
-    TORCH_CHECK(processor_has(graph.capability), owner_, ": ", what, " is compiled for processors with ",
-                graph.capability, ", which this one lacks: compile it with --capability AVX2, or on this machine");
-    TORCH_CHECK(graph.gradients.size() == model_.parameters.size() && graph.moved.size() == model_.buffers.size(),
-                owner_, ": ", what, " must describe every parameter and buffer, of which there are ",
-                model_.parameters.size(), " and ", model_.buffers.size());
+    TORCH_CHECK(!graph.code.empty(), what, " must be compiled first: run gradaccum-compile-step on this folder");
+    TORCH_CHECK(processor_has(graph.capability), what, " is compiled for processors with ", graph.capability,
+                ", which this one lacks: compile it with --capability AVX2, or on this machine");
+    TORCH_CHECK(graph.gradients.size() == model_.parameters.size() && graph.moved.size() == model_.buffers.size(), what,
+                " must describe every parameter and buffer, of which there are ", model_.parameters.size(), " and ",
+                model_.buffers.size());
   }
 
   /// Loads a graph. Checks the numbers of inputs and outputs of its code, and the index of the target.
@@ -792,14 +790,13 @@ class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
     const auto name = name_ + ": " + name_of_graph(number);
     const auto batch = static_cast<std::size_t>(std::ranges::count(description.batch, '['));
     const auto inputs = model_.parameters.size() + model_.buffers.size() + batch + 1;
-    const auto outputs = 1u + (description.output ? 1 : 0) +
-                         (description.target == GraphDescription::computed_target ? 1 : 0) +
-                         (description.items == GraphDescription::computed_items ? 1 : 0) + graph.parameters.size();
-    TORCH_CHECK(graph.code.inputs() == inputs && graph.code.outputs() == outputs, owner_, ": ", name, ": must take ",
-                inputs, " tensors and give ", outputs, ", got ", graph.code.inputs(), " and ", graph.code.outputs());
+    const auto outputs = 1u + description.output + (description.target == GraphDescription::computed_target) +
+                         (description.items == GraphDescription::computed_items) + graph.parameters.size();
+    TORCH_CHECK(graph.code.inputs() == inputs && graph.code.outputs() == outputs, name, ": must take ", inputs,
+                " tensors and give ", outputs, ", got ", graph.code.inputs(), " and ", graph.code.outputs());
     TORCH_CHECK(
         description.target < static_cast<std::int64_t>(batch) && description.target >= GraphDescription::no_target,
-        owner_, ": ", name, ": the target must be one of ", batch, " tensors, got ", description.target);
+        name, ": the target must be one of ", batch, " tensors, got ", description.target);
     graphs_.push_back(std::move(graph));
   }
 
@@ -851,7 +848,6 @@ class StepGraphs final : public std::enable_shared_from_this<StepGraphs> {
     return batch;
   }
 
-  std::string owner_;
   StepModel model_;
   std::string name_;
   at::Device device_ = at::kCPU;

@@ -394,10 +394,8 @@ class CauseSearch {
     name(draw, "draws random numbers in training mode, other ones for micro-batches than for one batch");
     name(statistics, "computes over its whole batch in training mode, and changes its buffers");
     if (!shares) return;
-    Parts others;
-    descend(
-        0, [&](const ModuleModes& modes) { return passes_.error(modes, *shares) > passes_.tolerance; }, others);
-    name(others, "computes over its whole batch in training mode");
+    const auto breaks = [&](const ModuleModes& modes) { return passes_.error(modes, *shares) > passes_.tolerance; };
+    name(parts_that(breaks), "computes over its whole batch in training mode");
   }
 
   /// Returns the shares of the micro-batches' gradients in the whole batch's, if there are any, and reports why they
@@ -537,12 +535,9 @@ class CauseSearch {
       return passes_.model.random_state();
     };
     const auto without = state_after(evaluation_);
-    const auto draws = [&](const ModuleModes& modes) {
+    return parts_that([&](const ModuleModes& modes) {
       return !std::ranges::equal(state_after(modes), without, [](auto& a, auto& b) { return a.equal(b); });
-    };
-    Parts found;
-    descend(0, draws, found);
-    return found;
+    });
   }
 
   /// Finds modules whose buffers a forward pass changes.
@@ -566,16 +561,18 @@ class CauseSearch {
     return found;
   }
 
-  /// Adds modules that pass the test alone. Skips a module's children if it fails the test together with them.
+  /// Finds modules of a part that pass the test alone. Skips a module's children if it fails the test together with
+  /// them.
   template <class Test>
-  void descend(std::size_t part, const Test& test, Parts& found) const {
+  Parts parts_that(const Test& test, std::size_t part = 0) const {
     const auto end = parts_[part].end;
-    Parts inside;
+    Parts inside, found;
     for (auto i = part; i < end; ++i) inside.insert(i);
     const auto alone = only({part}), all = only(inside);
-    if (all == evaluation_ || !test(all)) return;
+    if (all == evaluation_ || !test(all)) return found;
     if (alone == all || (alone != evaluation_ && test(alone))) found.insert(part);
-    for (auto child = part + 1; child < end; child = parts_[child].end) descend(child, test, found);
+    for (auto child = part + 1; child < end; child = parts_[child].end) found.merge(parts_that(test, child));
+    return found;
   }
 
   ModuleModes only(const Parts& parts) const {
@@ -640,8 +637,7 @@ GRADACCUM_INLINE double AccumulationReport::worst() const {
 GRADACCUM_INLINE std::string to_string(const AccumulationReport& report) {
   constexpr std::size_t most = 5;
   auto parameters = report.parameters;
-  std::stable_sort(parameters.begin(), parameters.end(),
-                   [](auto& a, auto& b) { return a.relative_error > b.relative_error; });
+  std::ranges::stable_sort(parameters, std::greater<>(), &AccumulationReport::Parameter::relative_error);
   const bool equal = report.worst() <= report.tolerance;
   const auto* verdict = report.exact() ? "equal" : equal ? "equal, but" : "NOT EQUAL";
   std::string text = std::to_string(report.steps) + " micro-batches and one batch: " + verdict + " (tolerance " +
