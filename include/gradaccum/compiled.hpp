@@ -42,7 +42,6 @@
 #include <gradaccum/impl/optimizers/one_pass.ipp>
 #include <gradaccum/impl/optimizers/param_states.ipp>
 #include <gradaccum/impl/optimizers/row_steps.ipp>
-#include <gradaccum/impl/optimizers/sgd.ipp>
 #include <gradaccum/impl/parallel/shards.ipp>
 #include <gradaccum/impl/platform/posix.ipp>
 #include <gradaccum/impl/platform/stop_signals.ipp>

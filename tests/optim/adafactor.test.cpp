@@ -12,6 +12,7 @@
 #include "support/leaves.hpp"
 #include "support/models.hpp"
 #include "support/outcome.hpp"
+#include "support/run_kernel.hpp"
 
 #include <functional>
 #include <limits>
@@ -282,9 +283,9 @@ void check_vector_kernels(const inner::AdafactorKernels& kernels, const Types& t
 TEST_CASE("Adafactor's kernels: all instruction sets, types and odd sizes") {
   torch::manual_seed(3);
   for (auto& types : all_types) {
-    std::vector<inner::AdafactorKernels> all{inner::narrow_adafactor_kernels(types.parameter, types.gradient, false)};
-    for (auto set : inner::instruction_sets())
-      all.push_back(inner::adafactor_kernels(types.parameter, types.gradient, false, set));
+    std::vector<inner::AdafactorKernels> all{inner::narrow_adafactor_kernels({types.parameter, types.gradient, false})};
+    for (auto set : testing::instruction_sets())
+      all.push_back(inner::adafactor_kernels({types.parameter, types.gradient, false}, set));
     for (auto& kernels : all) {
       for (std::int64_t columns = 1; columns <= 200; columns += columns < 40 ? 1 : 31)
         check_kernels(kernels, types, {1 + columns % 3, 2 + columns % 5, columns}, columns % 2 == 0);

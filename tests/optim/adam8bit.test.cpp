@@ -134,7 +134,7 @@ TEST_CASE("8-bit codes: codes are the nearest number of the map, for every instr
     numbers.insert(numbers.end(), some.data_ptr<float>(), some.data_ptr<float>() + 20'000);
   std::erase_if(numbers, [](float x) { return std::abs(x) > 1; });
   const auto gradient = in_blocks_of_scale_1(numbers);
-  for (auto set : inner::instruction_sets()) {
+  for (auto set : testing::instruction_sets()) {
     const auto [m, v] = codes_of(gradient, set);
     CHECK(not_nearest(gradient, m, inner::signed_map()) == 0);
     const auto square = gradient * gradient;
@@ -149,7 +149,7 @@ TEST_CASE("8-bit codes: codes are the nearest number of the map, for every instr
 TEST_CASE("Adam8bit: one step is Adam's on the decoded moments, for every instruction set, dtype and size") {
   for (auto dtype : {at::kFloat, at::kBFloat16, at::kHalf})
     for (auto gradient_dtype : {dtype, at::kFloat})
-      for (auto set : inner::instruction_sets())
+      for (auto set : testing::instruction_sets())
         for (std::int64_t n : {1, 255, 256, 257, 300, 1000, 8192 + 77}) {
           INFO(dtype << ' ' << gradient_dtype << ", " << n << " elements");
           torch::manual_seed(static_cast<std::uint64_t>(n));

@@ -144,11 +144,11 @@ void lion(at::Tensor& p, const at::Tensor& g, at::Tensor& m, const gradaccum::op
 
 TEST_CASE("kernels: Adam of all sizes, types and settings") {
   torch::manual_seed(3);
-  for (auto set : inner::instruction_sets())
+  for (auto set : testing::instruction_sets())
     for (auto& types : all_types)
       for (std::int64_t n = 0; n <= 300; n += n < 70 ? 1 : 23)
         check_adam(set, types, adam_settings[n % adam_settings.size()], torch::randn({n}), n % 3 == 0 ? 1.0 : 0.25);
-  for (auto set : inner::instruction_sets())
+  for (auto set : testing::instruction_sets())
     for (auto& types : all_types)
       for (auto& settings : adam_settings) check_adam(set, types, settings, torch::randn({131}), 0.5);
 }
@@ -156,7 +156,7 @@ TEST_CASE("kernels: Adam of all sizes, types and settings") {
 TEST_CASE("kernels: Adam with denormals, infinities and NaN") {
   torch::manual_seed(3);
   const double infinity = std::numeric_limits<double>::infinity();
-  for (auto set : inner::instruction_sets())
+  for (auto set : testing::instruction_sets())
     for (auto& types : all_types)
       for (double odd : {infinity, -infinity, std::nan(""), 1e-40, 1e-44, 0.0, -0.0, 1e30, 6e4}) {
         INFO("gradient " << odd << ", set " << int(set) << ", parameter " << types.parameter);
@@ -169,7 +169,7 @@ TEST_CASE("kernels: Adam with denormals, infinities and NaN") {
 }
 
 TEST_CASE("kernels: a second moment that overflows stops the parameter, as in ATen") {
-  for (auto set : inner::instruction_sets()) {
+  for (auto set : testing::instruction_sets()) {
     auto p = torch::ones({100}), g = torch::full({100}, 1e25f), m = torch::zeros({100}), v = torch::zeros({100});
     run_kernel(set, adam_settings[0], {at::kFloat, at::kFloat, false},
                {.parameter = p.data_ptr(), .gradient = g.data_ptr(), .state = {m.data_ptr(), v.data_ptr()}}, 100);
@@ -183,7 +183,7 @@ TEST_CASE("kernels: SGD of all sizes, types and settings") {
   const std::vector<inner::SgdStep> settings{{0.1, 0, 0, 0, false, false},     {0.1, 0, 0, 0.01, false, false},
                                              {0.1, 0.9, 0, 0, false, true},    {0.1, 0.9, 0.3, 0.01, false, false},
                                              {0.1, 0.9, 0, 0.01, true, false}, {0.1, 0.9, 0, 0, true, true}};
-  for (auto set : inner::instruction_sets())
+  for (auto set : testing::instruction_sets())
     for (auto& types : all_types)
       for (std::int64_t n = 0; n <= 300; n += n < 70 ? 1 : 23)
         for (auto& by : settings) check_sgd(set, types, by, by.nesterov ? 0.5 : 1.0, n);
@@ -192,7 +192,7 @@ TEST_CASE("kernels: SGD of all sizes, types and settings") {
 TEST_CASE("Lion's kernels: all instruction sets, types and sizes, against the formula in float64") {
   torch::manual_seed(3);
   const std::vector<gradaccum::optim::LionStep> all{{1e-2, 0.9, 0.99, 0}, {1e-2, 0.95, 0.98, 0.5}, {0.3, 0, 0, 0.1}};
-  for (auto set : inner::instruction_sets())
+  for (auto set : testing::instruction_sets())
     for (auto& types : all_types)
       for (std::int64_t n = 0; n <= 300; n += n < 40 ? 1 : 23)
         for (auto& step : all) {
@@ -212,7 +212,7 @@ TEST_CASE("Lion's kernels: all instruction sets, types and sizes, against the fo
 }
 
 TEST_CASE("Lion: an element without gradient and average stays, and NaN makes it NaN, not only its average") {
-  for (auto set : inner::instruction_sets())
+  for (auto set : testing::instruction_sets())
     for (auto dtype : {at::kFloat, at::kDouble}) {
       auto p = torch::ones({40}, dtype), m = torch::zeros({40}, dtype), g = torch::zeros({40}, dtype);
       const double infinity = std::numeric_limits<double>::infinity();
@@ -236,7 +236,7 @@ TEST_CASE(
       torch::cat({torch::randn({3000}), torch::randn({3000}) * 1e-41, torch::randn({3000}) * 7e4,
                   torch::randn({3000}) * 1e-7, torch::tensor({3.4028234e38f, -3.4028234e38f, 65519.9f, 65520.0f})});
   for (auto dtype : {at::kHalf, at::kBFloat16})
-    for (auto set : inner::instruction_sets()) {
+    for (auto set : testing::instruction_sets()) {
       const auto step = [&](at::Tensor p, const at::Tensor& g, double lr) {
         run_kernel(set, inner::SgdStep{.lr = lr}, {dtype, g.scalar_type(), false},
                    {.parameter = p.data_ptr(), .gradient = g.data_ptr()}, p.numel());
@@ -254,7 +254,7 @@ TEST_CASE(
 
 TEST_CASE("kernels: the sum of squares of all sizes and types") {
   torch::manual_seed(6);
-  for (auto set : inner::instruction_sets())
+  for (auto set : testing::instruction_sets())
     for (auto dtype : {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16})
       for (std::int64_t n = 0; n <= 300; ++n) {
         const Array numbers(torch::randn({n}), dtype);

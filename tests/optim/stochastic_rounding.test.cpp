@@ -197,7 +197,7 @@ TEST_CASE("stochastic rounding: parameters of other types are not affected") {
 TEST_CASE("stochastic rounding: the same random bits for every instruction set") {
   const auto p = torch::randn({1000}, at::kBFloat16), g = torch::full({1000}, std::ldexp(1.0, -13));
   std::vector<at::Tensor> results;
-  for (auto set : inner::instruction_sets()) {
+  for (auto set : testing::instruction_sets()) {
     auto q = p.clone();
     const inner::Operand operand{.parameter = q.mutable_data_ptr(), .gradient = g.const_data_ptr(), .rounding_key = 99};
     const auto step = [&](std::int64_t from, std::int64_t count) {

@@ -2,7 +2,6 @@
 #pragma once
 // module: optimizers
 
-#include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/types/types.hpp>
 #include <gradaccum/detail/window/any_optimizer.hpp>
 #include <gradaccum/gradients.hpp>

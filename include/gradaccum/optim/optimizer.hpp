@@ -27,8 +27,7 @@ namespace gradaccum::optim {
 ///   double parameters, and have + - * /, `multiply_add(a, b, c)`, `square_root`, `larger`, `smaller`, `magnitude`,
 ///   `sign` and `Vector::all(number)`.
 /// - The options of a group: a struct that derives from `OwnOptions`, with `lr()`, and constructors from a rate and
-/// from
-///   nothing. A function `check() const` may throw for wrong ones.
+///   from nothing. A function `check() const` may throw for wrong ones.
 /// - The class, with a `name` and `next_step(options)`, which returns the step. If the step has a member `step`, the
 ///   state counts steps, and `next_step(options, state)` sets it to `state.step() + 1`.
 ///
@@ -63,8 +62,8 @@ template <class Step>
 const StepKind& kind_of_user() {
   static constexpr auto kind = [] {
     auto of_step = described<Step>();
-    of_step.kernel = [](at::ScalarType parameter, at::ScalarType gradient, bool rounded, InstructionSet) {
-      return own_kernels::Kernels{parameter, gradient, rounded}.template step<Step>();
+    of_step.kernel = [](const OperandTypes& types, InstructionSet) {
+      return own_kernels::Kernels{types}.template step<Step>();
     };
     of_step.step_tensors = step_tensors<Step>;
     return of_step;

@@ -7,8 +7,6 @@
 
 #include <torch/optim/sgd.h>
 
-#include <gradaccum/impl/begin.ipp>
-
 namespace gradaccum::optim {
 
 /// LibTorch's options, so files of them are interchangeable.
@@ -32,7 +30,20 @@ class SGD : public ElementOptimizer<SGD, torch::optim::SGD, SGDOptions, torch::o
   using ElementOptimizer::ElementOptimizer;  // takes parameters or groups of them, and options
 
   /// Returns false if dampening applies to a first momentum, which is undampened: the host must know if it exists.
-  GRADACCUM_INLINE bool judges_on_device(const Gradients& gradients) const override;
+  bool judges_on_device(const Gradients& gradients) const override {
+    if (!ElementOptimizer::judges_on_device(gradients)) return false;
+    const detail::GradientOf gradient_of(gradients);
+    for (auto& group : param_groups()) {
+      const auto& options = static_cast<const SGDOptions&>(group.options());
+      if (options.momentum() == 0 || options.dampening() == 0) continue;
+      for (auto& parameter : group.params()) {
+        const auto* const known = known_state(parameter);
+        const bool is_first = !known || !known->momentum_buffer().defined();
+        if (is_first && gradient_of(parameter).defined()) return false;
+      }
+    }
+    return true;
+  }
 
  private:
   friend ElementOptimizer;
@@ -43,9 +54,3 @@ class SGD : public ElementOptimizer<SGD, torch::optim::SGD, SGDOptions, torch::o
 };
 
 }  // namespace gradaccum::optim
-
-#undef GRADACCUM_INLINE
-
-#ifndef GRADACCUM_COMPILED
-#include <gradaccum/impl/optimizers/sgd.ipp>
-#endif

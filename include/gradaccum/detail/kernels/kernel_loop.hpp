@@ -70,13 +70,10 @@ enum class InstructionSet { portable, neon, avx2, avx512 };
 
 /// Returns the best instruction set according to LibTorch, which ATEN_CPU_CAPABILITY=avx2 or =default limits.
 InstructionSet instruction_set();
-/// Returns those that this processor has, up to the best.
-std::vector<InstructionSet> instruction_sets();
 
-AdafactorKernels adafactor_kernels(at::ScalarType parameter, at::ScalarType gradient, bool rounded,
-                                   InstructionSet set = instruction_set());
+AdafactorKernels adafactor_kernels(const OperandTypes& types, InstructionSet set = instruction_set());
 /// Kernels for rows so short that padding a vector takes longer than a loop over single numbers.
-AdafactorKernels narrow_adafactor_kernels(at::ScalarType parameter, at::ScalarType gradient, bool rounded);
+AdafactorKernels narrow_adafactor_kernels(const OperandTypes& types);
 
 SumOfSquares sum_of_squares_of(at::ScalarType dtype, InstructionSet set = instruction_set());
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <c10/core/ScalarType.h>
+
 #include <array>
 #include <cmath>
 #include <cstddef>
@@ -84,6 +86,14 @@ struct Operand {
 /// Updates elements [from, from + count) of a parameter. With 8-bit moments `from` is a multiple of the block size, and
 /// so is `count` except at the end of an array.
 using Kernel = void(const Operand&, std::int64_t from, std::int64_t count);
+
+/// The dtypes of a kernel's operands.
+struct OperandTypes {
+  at::ScalarType parameter, gradient;
+  bool rounded;  ///< stochastically
+
+  auto operator<=>(const OperandTypes&) const = default;
+};
 
 using SumOfSquares = double (*)(const void* numbers, std::int64_t count);
 

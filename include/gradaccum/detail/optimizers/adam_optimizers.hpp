@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <gradaccum/detail/build/inline.hpp>
 #include <gradaccum/detail/optimizers/own_optimizer.hpp>
 
 #include <c10/util/Exception.h>

@@ -107,6 +107,9 @@ struct StepPart {
   Step step;
   Extent extent;
 };
+/// Parts of steps for one operation.
+template <class Step>
+using StepBatch = std::vector<StepPart<Step>>;
 
 /// Returns the dtypes of the kernel to call.
 template <class Step>

@@ -29,22 +29,21 @@ namespace gradaccum::detail {
 class GradientOf {
  public:
   GradientOf() = default;
-  explicit GradientOf(const Gradients& gradients) : of_window_(true), raw_(gradients.raw()) {
-    const auto parameters = gradients.parameters();
-    for (std::size_t i = 0; i < raw_.size(); ++i) index_.emplace(parameters[i].unsafeGetTensorImpl(), i);
+  explicit GradientOf(const Gradients& gradients) : of_window_(true) {
+    const auto parameters = gradients.parameters(), raw = gradients.raw();
+    for (std::size_t i = 0; i < raw.size(); ++i) all_.emplace(parameters[i].unsafeGetTensorImpl(), raw[i]);
   }
 
-  bool empty() const { return raw_.empty(); }  ///< true if a window has no gradients
+  bool empty() const { return all_.empty(); }  ///< true if a window has no gradients
   const at::Tensor& operator()(const at::Tensor& parameter) const {
     if (!of_window_) return parameter.grad();
-    const auto found = index_.find(parameter.unsafeGetTensorImpl());
-    return found == index_.end() ? none_ : raw_[found->second];
+    const auto found = all_.find(parameter.unsafeGetTensorImpl());
+    return found == all_.end() ? none_ : found->second;
   }
 
  private:
   bool of_window_ = false;
-  std::vector<at::Tensor> raw_;
-  std::unordered_map<const void*, std::size_t> index_;
+  std::unordered_map<const void*, at::Tensor> all_;  // the window's gradients by their parameters
   at::Tensor none_;
 };
 
@@ -62,27 +61,8 @@ StateParts parts_of_torch(AdamState& of) {
 std::function<void()> prepare_state_of(torch::optim::Optimizer& optimizer, const NamedParameters& parameters,
                                        NamedTensors tensors, bool lenient);
 
-/// A step that was checked and has its memory: a function to call once, which need not be copyable. Copies share it.
-class PreparedStep {
- public:
-  template <class Run>
-  explicit PreparedStep(Run run) : run_(std::make_shared<Of<Run>>(std::move(run))) {}
-  void operator()() { run_->run(); }
-
- private:
-  struct Any {
-    virtual ~Any() = default;
-    virtual void run() = 0;
-  };
-  template <class Run>
-  struct Of final : Any {
-    explicit Of(Run run) : function(std::move(run)) {}
-    void run() override { function(); }
-    Run function;
-  };
-
-  std::shared_ptr<Any> run_;
-};
+/// A step that was checked and has its memory: a function to call once.
+using PreparedStep = std::function<void()>;
 
 }  // namespace gradaccum::detail
 
@@ -143,8 +123,6 @@ class OnePass : public TakesGradients {
   virtual torch::optim::Optimizer& itself() = 0;
   virtual const char* class_name() const = 0;
   virtual std::unique_ptr<torch::optim::OptimizerParamState> new_state() const = 0;
-  /// Returns true if the state counts steps.
-  virtual bool counts_steps() const = 0;
 
  private:
   friend std::function<void()> detail::prepare_state_of(torch::optim::Optimizer& optimizer,
@@ -225,6 +203,12 @@ class OnePassOptimizer : public Base, public Core {
     const auto known = this->state_.find(parameter.unsafeGetTensorImpl());
     return known == this->state_.end() ? nullptr : static_cast<const State*>(known->second.get());
   }
+  /// Returns the state of a parameter, a new one if there is none.
+  State& state_of(const at::Tensor& parameter) {
+    auto& state = this->state_[parameter.unsafeGetTensorImpl()];
+    if (!state) state = new_state();
+    return static_cast<State&>(*state);
+  }
   torch::optim::Optimizer& itself() override { return *this; }
   const char* class_name() const override { return Derived::name; }
   std::unique_ptr<torch::optim::OptimizerParamState> new_state() const override { return std::make_unique<State>(); }
@@ -233,12 +217,6 @@ class OnePassOptimizer : public Base, public Core {
   std::function<void()> take_named_state(const detail::NamedParameters& parameters, detail::NamedTensors state,
                                          bool lenient) override {
     return OnePass::take_named_state(parameters, std::move(state), lenient);
-  }
-  bool counts_steps() const override {
-    if constexpr (requires { State::counts_steps; })
-      return State::counts_steps;
-    else
-      return requires(State state) { state.step(); };
   }
 };
 

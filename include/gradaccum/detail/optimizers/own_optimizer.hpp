@@ -30,6 +30,8 @@ template <class T>
 struct NamedOption {
   const char* name;
   T& value;
+
+  bool operator==(const NamedOption& other) const { return value == other.value; }
 };
 /// Names an option of a group.
 template <class T>
@@ -83,12 +85,7 @@ struct OwnOptions : torch::optim::OptimizerCloneableOptions<Options>, detail::Ar
     check_itself();
   }
 
-  friend bool operator==(const Options& a, const Options& b) {
-    bool equal = true;
-    const auto compare = [&](auto& one, auto& other) { equal = equal && one.value == other.value; };
-    for_each(compare, Options::all(a), Options::all(b));
-    return equal;
-  }
+  friend bool operator==(const Options& a, const Options& b) { return Options::all(a) == Options::all(b); }
   /// Applies LibTorch's rule to a group's options: an option with its class's default value takes the optimizer's
   /// value.
   Options inherit(const Options& from) const {

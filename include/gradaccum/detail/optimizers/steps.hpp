@@ -12,7 +12,6 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <type_traits>
 #include <vector>
 
 /// The steps of parameters. A step has the tensors that it reads and writes, and runs
@@ -34,7 +33,7 @@ struct StepKind {
   std::size_t place;                          ///< in `Steps`
   bool (*equal)(const Plain&, const Plain&);  ///< compares settings
   Plain (*numbers)(const Plain&);             ///< returns what kernels need
-  Kernel* (*kernel)(at::ScalarType parameter, at::ScalarType gradient, bool rounded, InstructionSet set) = {};
+  Kernel* (*kernel)(const OperandTypes& types, InstructionSet set) = {};
   /// For devices without a kernel: adds steps by ATen's fused operations, or runs the arithmetic on tensors.
   void (*plan_fused_steps)(StepPlan&, const std::vector<ElementStep>&, const Multiplier&) = {};
   void (*step_tensors)(const Plain& numbers, const at::Tensor& gradient, at::Tensor* changed) = {};
@@ -105,7 +104,7 @@ struct ElementStep {
     return all;
   }
   Kernel* kernel(at::ScalarType parameter_type, at::ScalarType gradient_type) const {
-    return settings.kind->kernel(parameter_type, gradient_type, rounding_key.has_value(), instruction_set());
+    return settings.kind->kernel({parameter_type, gradient_type, rounding_key.has_value()}, instruction_set());
   }
 };
 

@@ -124,12 +124,6 @@ GRADACCUM_INLINE void write_back(const at::Tensor& parameter, const at::Tensor& 
     parameter.unsafeGetTensorImpl()->bump_version();
 }
 
-/// Returns the k-th number, k >= 1.
-GRADACCUM_INLINE float dynamic_number(const DynamicMap& map, int k) {
-  const auto entry = static_cast<std::size_t>(std::ilogb(static_cast<float>(k)) + 127) % 16;
-  return map.base[entry] + map.slope[entry] * static_cast<float>(k);
-}
-
 GRADACCUM_INLINE DynamicMap make_dynamic_map(bool is_signed) {
   DynamicMap map;
   const int shift = is_signed ? 0 : 1;  // the unsigned map has twice as many numbers per decade
@@ -144,7 +138,11 @@ GRADACCUM_INLINE DynamicMap make_dynamic_map(bool is_signed) {
   }
   // k = 1 of the unsigned map is 0, as in its tables. The last k, beyond all decades, is 1.
   map.base[entry(DynamicMap::decades + shift)] = 1;
-  const auto number = [&](int k) { return k == 0 ? 0 : dynamic_number(map, k); };
+  const auto number = [&](int k) {
+    if (k == 0) return 0.0f;
+    const auto in = entry(std::ilogb(static_cast<float>(k)));
+    return map.base[in] + map.slope[in] * static_cast<float>(k);
+  };
 
   for (std::size_t decade = 0; decade <= DynamicMap::decades + 1; ++decade) {
     const int first = (1 << (static_cast<int>(decade) + shift)) / 2, last = 2 * first - (first > 0);
@@ -288,20 +286,6 @@ GRADACCUM_INLINE InstructionSet instruction_set() {
   return found;
 }
 
-GRADACCUM_INLINE std::vector<InstructionSet> instruction_sets() {
-  switch (instruction_set()) {
-    case InstructionSet::portable:
-      return {InstructionSet::portable};
-    case InstructionSet::neon:
-      return {InstructionSet::portable, InstructionSet::neon};
-    case InstructionSet::avx2:
-      return {InstructionSet::portable, InstructionSet::avx2};
-    case InstructionSet::avx512:
-      return {InstructionSet::portable, InstructionSet::avx2, InstructionSet::avx512};
-  }
-  return {};
-}
-
 namespace portable {
 #include <gradaccum/detail/kernels/simd/portable.inl>
 // files that use those above:
@@ -356,39 +340,29 @@ namespace avx512 = portable;
 
 /// Calls `select` with the kernels of an instruction set.
 template <class Select>
-auto kernels_in(InstructionSet set, at::ScalarType parameter, at::ScalarType gradient, bool rounded,
-                const Select& select) {
-  switch (set) {
-    case InstructionSet::avx512:
-      return select(avx512::Kernels{parameter, gradient, rounded});
-    case InstructionSet::avx2:
-      return select(avx2::Kernels{parameter, gradient, rounded});
-    case InstructionSet::neon:
-      return select(neon::Kernels{parameter, gradient, rounded});
-    case InstructionSet::portable:
-      break;
-  }
-  return select(portable::Kernels{parameter, gradient, rounded});
+auto kernels_in(InstructionSet set, const OperandTypes& types, const Select& select) {
+  if (set == InstructionSet::avx512) return select(avx512::Kernels{types});
+  if (set == InstructionSet::avx2) return select(avx2::Kernels{types});
+  if (set == InstructionSet::neon) return select(neon::Kernels{types});
+  return select(portable::Kernels{types});
 }
 
 template <class Step>
-Kernel* kernel_of(at::ScalarType parameter, at::ScalarType gradient, bool rounded, InstructionSet set) {
-  return kernels_in(set, parameter, gradient, rounded, [](const auto& of) { return of.template step<Step>(); });
+Kernel* kernel_of(const OperandTypes& types, InstructionSet set) {
+  return kernels_in(set, types, [](const auto& of) { return of.template step<Step>(); });
 }
 
-GRADACCUM_INLINE AdafactorKernels adafactor_kernels(at::ScalarType parameter, at::ScalarType gradient, bool rounded,
-                                                    InstructionSet set) {
-  return kernels_in(set, parameter, gradient, rounded, [](const auto& of) { return of.adafactor(); });
+GRADACCUM_INLINE AdafactorKernels adafactor_kernels(const OperandTypes& types, InstructionSet set) {
+  return kernels_in(set, types, [](const auto& of) { return of.adafactor(); });
 }
 
-GRADACCUM_INLINE AdafactorKernels narrow_adafactor_kernels(at::ScalarType parameter, at::ScalarType gradient,
-                                                           bool rounded) {
+GRADACCUM_INLINE AdafactorKernels narrow_adafactor_kernels(const OperandTypes& types) {
   using Narrow = portable::AdafactorIn<portable::Lanes<float, 1>, portable::Lanes<double, 1>>;
-  return portable::of_types<AdafactorKernels(), Narrow::OfTypes>(parameter, gradient, rounded)();
+  return portable::of_types<AdafactorKernels(), Narrow::OfTypes>(types)();
 }
 
 GRADACCUM_INLINE SumOfSquares sum_of_squares_of(at::ScalarType dtype, InstructionSet set) {
-  return kernels_in(set, dtype, dtype, false, [](const auto& of) { return of.sum_of_squares(); });
+  return kernels_in(set, {dtype, dtype, false}, [](const auto& of) { return of.sum_of_squares(); });
 }
 
 GRADACCUM_INLINE bool can_be_summed_here(const at::Tensor& tensor) {

@@ -61,9 +61,8 @@ class AdafactorTensor {
     set_shape(step);
     cut();
     const bool narrow = !operand_.variance && operand_.columns < 8;
-    const auto p = owner_.scalar_type(), g = gradient_.scalar_type();
-    kernels_ = narrow ? narrow_adafactor_kernels(p, g, step.rounding_key.has_value())
-                      : adafactor_kernels(p, g, step.rounding_key.has_value());
+    const OperandTypes types{owner_.scalar_type(), gradient_.scalar_type(), step.rounding_key.has_value()};
+    kernels_ = narrow ? narrow_adafactor_kernels(types) : adafactor_kernels(types);
     extra_elements_ = (parameter_.is_same(owner_) ? 0 : elements()) +
                       (gradient_.is_same(step.gradient) ? 0 : elements()) + (factors_.defined() ? factors_.numel() : 0);
   }
@@ -89,12 +88,13 @@ class AdafactorTensor {
     piece.update_squares = kernels_.update_squares(operand_, piece.from, piece.to);
   }
   void set_step_size() {
-    AdafactorSums sums{static_cast<double>(elements()), 0, 0};
+    double parameter_squares = 0, update_squares = 0;
     for (auto& piece : pieces_) {
-      sums.parameter_squares += piece.parameter_squares;
-      sums.update_squares += piece.update_squares;
+      parameter_squares += piece.parameter_squares;
+      update_squares += piece.update_squares;
     }
-    detail::set_step_size(operand_.numbers, settings_, sums);
+    detail::set_step_size(operand_.numbers, settings_, static_cast<double>(elements()), parameter_squares,
+                          update_squares);
   }
   void move(const AdafactorPiece& piece) const { kernels_.move(operand_, piece.from, piece.to); }
   void write_back() const { detail::write_back(owner_, parameter_); }
@@ -213,9 +213,7 @@ GRADACCUM_INLINE void step_on_cpu(const std::vector<AdafactorStep>& steps, doubl
 /// Runs our kernels for a batch, by launches of one mix of dtypes and at most a full table, in the same scratch memory.
 class AdafactorLaunches {
  public:
-  using Batch = std::vector<StepPart<AdafactorStep>>;
-
-  AdafactorLaunches(const Batch& batch, const Multiplier& multiplier, const DeviceKernels& kernels)
+  AdafactorLaunches(const StepBatch<AdafactorStep>& batch, const Multiplier& multiplier, const DeviceKernels& kernels)
       : kernels_(&kernels), device_(batch.front().step.parameter.device()), by_(multiplier.moved_to(device_)) {
     for (std::size_t i = 0; i < batch.size(); ++i) {
       const auto& step = batch[i].step;
@@ -235,7 +233,7 @@ class AdafactorLaunches {
     memory_ = scratch.tensor(bytes, at::kByte);
   }
 
-  void operator()(const Batch& batch, at::TensorList parameters, at::TensorList gradients) const {
+  void operator()(const StepBatch<AdafactorStep>& batch, at::TensorList parameters, at::TensorList gradients) const {
     const c10::DeviceGuard guard(device_);
     for (auto& launch : launches_) {
       AdafactorTable table;
@@ -353,8 +351,6 @@ GRADACCUM_INLINE detail::AdafactorStep Adafactor::next_step(const AdafactorOptio
   state.step(state.step() + 1);
   const auto [eps1, eps2] = options.eps();
   const detail::AdafactorSettings settings{.lr = options.lr(),
-                                           .step_size = 0,
-                                           .fresh2 = 0,
                                            .eps1 = eps1,
                                            .eps2 = eps2,
                                            .d = options.d(),
@@ -390,14 +386,10 @@ GRADACCUM_INLINE detail::PreparedStep Adafactor::prepare_steps(const detail::Gra
       steps.push_back(next_step(options, parameter, gradient, state));
     }
   }
-  return prepared<detail::AdafactorStep>({}, multiplier, std::move(steps),
-                                         [this, states = std::move(states)](auto& stepped) mutable {
-                                           for (std::size_t i = 0; i < stepped.size(); ++i) {
-                                             auto& own = state_[stepped[i].parameter.unsafeGetTensorImpl()];
-                                             if (!own) own = new_state();
-                                             static_cast<AdafactorParamState&>(*own) = std::move(states[i]);
-                                           }
-                                         });
+  auto finish = [this, states = std::move(states)](auto& stepped) mutable {
+    for (std::size_t i = 0; i < stepped.size(); ++i) state_of(stepped[i].parameter) = std::move(states[i]);
+  };
+  return prepared<detail::AdafactorStep>({}, multiplier, std::move(steps), std::move(finish));
 }
 
 }  // namespace gradaccum::optim

@@ -100,8 +100,7 @@ void Adam8bitOptimizer<Derived, Options>::check(const Options& options) {
 template <class Derived, class Options>
 void Adam8bitOptimizer<Derived, Options>::keep_in_32_bits(const std::vector<at::Tensor>& parameters) {
   std::unordered_set<const void*> own;
-  for (auto& group : this->param_groups())
-    for (auto& parameter : group.params()) own.insert(parameter.unsafeGetTensorImpl());
+  detail::for_each_parameter(*this, [&](auto& parameter) { own.insert(parameter.unsafeGetTensorImpl()); });
   for (auto& parameter : parameters) {
     TORCH_CHECK(own.contains(parameter.unsafeGetTensorImpl()), Derived::name,
                 "::keep_in_32_bits: must be given parameters of this optimizer, got another tensor of shape ",
@@ -120,8 +119,7 @@ bool Adam8bitOptimizer<Derived, Options>::keeps_in_32_bits(const at::Tensor& par
   const auto* const begin = static_cast<const char*>(parameter.const_data_ptr());
   return std::ranges::any_of(in_32_bits_, [&](auto& named) {
     const auto* const first = static_cast<const char*>(named.const_data_ptr());
-    return parameter.is_same(named) ||
-           (parameter.device() == named.device() && first <= begin && begin < first + named.nbytes());
+    return parameter.device() == named.device() && first <= begin && begin < first + named.nbytes();
   });
 }
 
@@ -145,10 +143,10 @@ detail::PreparedStep Adam8bitOptimizer<Derived, Options>::prepare_steps(const de
       if (auto& known = static_cast<Adam8bitParamState&>(*state); known.coded()) visit(known);
   };
   for_each_coded([](Adam8bitParamState& state) { state.restore_order(); });
-  return detail::PreparedStep([run = ElementSteps::prepare_steps(gradient_of, multiplier), for_each_coded]() mutable {
+  return [run = ElementSteps::prepare_steps(gradient_of, multiplier), for_each_coded] {
     run();
     for_each_coded([](Adam8bitParamState& state) { state.order = detail::order_of(state.exp_avg); });
-  });
+  };
 }
 
 #ifdef GRADACCUM_COMPILED

@@ -176,8 +176,8 @@ DeviceOperand operand_of(const Step& step, bool by_kernel) {
 /// Splits steps into batches for one operation each: of one device, equal settings and, except for our own kernels, one
 /// dtype (16-bit ones are computed in float32). Limits the memory for copies, for which large steps are split.
 template <class Step>
-std::vector<std::vector<StepPart<Step>>> batches_of(const std::vector<Step>& steps, bool multiplied, bool by_kernel) {
-  std::vector<std::vector<StepPart<Step>>> batches;
+std::vector<StepBatch<Step>> batches_of(const std::vector<Step>& steps, bool multiplied, bool by_kernel) {
+  std::vector<StepBatch<Step>> batches;
   std::int64_t copied = 0;
   const auto add = [&](const Step& step, const Extent& extent, std::int64_t more) {
     const auto* const first = batches.empty() ? nullptr : &batches.back().front().step;
@@ -203,7 +203,7 @@ std::vector<std::vector<StepPart<Step>>> batches_of(const std::vector<Step>& ste
 template <class Step, class Body>
 class BatchStep final : public DeviceStep {
  public:
-  BatchStep(std::vector<StepPart<Step>> batch, const Multiplier& multiplier, Body body, bool by_kernel)
+  BatchStep(StepBatch<Step> batch, const Multiplier& multiplier, Body body, bool by_kernel)
       : batch_(std::move(batch)), operands_(multiplier), body_(std::move(body)) {
     for (auto& part : batch_) operands_.add(operand_of(part.step, by_kernel), part.extent);
   }
@@ -218,7 +218,7 @@ class BatchStep final : public DeviceStep {
   }
 
  private:
-  std::vector<StepPart<Step>> batch_;
+  StepBatch<Step> batch_;
   DeviceOperands operands_;
   Body body_;
 };

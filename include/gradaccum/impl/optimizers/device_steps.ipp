@@ -17,7 +17,6 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <array>
 #include <map>
 #include <type_traits>
@@ -36,7 +35,7 @@ GRADACCUM_INLINE StepLaunch launch_of(const AnyStep& settings, const DeviceMulti
 
 /// Launches our own kernel for a batch of steps, once for each mix of dtypes and each full table of tensors.
 GRADACCUM_INLINE void launch_kernel(const DeviceKernels& kernels, const Multiplier& by, at::Device device,
-                                    const std::vector<StepPart<ElementStep>>& batch, at::TensorList parameters,
+                                    const StepBatch<ElementStep>& batch, at::TensorList parameters,
                                     at::TensorList gradients) {
   const auto& settings = batch.front().step.settings;
   auto* const kernel = kernels.steps[settings.kind->place];
@@ -63,65 +62,53 @@ GRADACCUM_INLINE void launch_kernel(const DeviceKernels& kernels, const Multipli
 GRADACCUM_INLINE void add_kernel_steps(StepPlan& plan, const std::vector<ElementStep>& steps,
                                        const Multiplier& multiplier, const DeviceKernels& kernels) {
   add_batches(plan, steps, multiplier, /*by_kernel=*/true, [&](const auto&, at::Device device) {
-    return [&kernels, by = multiplier.moved_to(device), device](const std::vector<StepPart<ElementStep>>& batch,
-                                                                at::TensorList p, at::TensorList g) {
+    return [&kernels, by = multiplier.moved_to(device), device](const StepBatch<ElementStep>& batch, at::TensorList p,
+                                                                at::TensorList g) {
       launch_kernel(kernels, by, device, batch, p, g);
     };
   });
 }
 
-/// Runs ATen's fused operation for a batch. It does not advance the device's step count.
-class FusedAdam {
- public:
-  FusedAdam(const AdamStep& by, const Multiplier& multiplier, at::Device device)
-      : by_(by),
-        count_(at::full({}, static_cast<double>(by.step), at::TensorOptions(at::kFloat).device(device))),
-        found_inf_(found_inf_on(device, multiplier)) {
-    // Stays at least 1, even if the state was replaced since the host last read the number of skipped steps.
-    if (multiplier.skipped_steps.defined())
-      count_.sub_(multiplier.skipped_steps.to(device, /*non_blocking=*/true)).clamp_min_(1);
-  }
+/// Returns the `i`-th tensors of a batch's state; none if its steps do not use them.
+GRADACCUM_INLINE std::vector<at::Tensor> states_of(const StepBatch<ElementStep>& batch, std::size_t i) {
+  std::vector<at::Tensor> all;
+  for (auto& [step, extent] : batch)
+    if (i < step.settings.states) all.push_back(as_real(extent.of(step.state[i])));
+  return all;
+}
 
-  void operator()(const std::vector<StepPart<ElementStep>>& batch, at::TensorList parameters,
-                  at::TensorList gradients) const {
-    std::vector<at::Tensor> m, v, x;
-    for (auto& [step, extent] : batch) {
-      m.push_back(as_real(extent.of(step.state[0])));
-      v.push_back(as_real(extent.of(step.state[1])));
-      if (by_.amsgrad) x.push_back(as_real(extent.of(step.state[2])));
-    }
-    const std::vector<at::Tensor> counts(batch.size(), count_);
-    using Fused = void(at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList,
-                       double, double, double, double, double, bool, bool, const std::optional<at::Tensor>&,
-                       const std::optional<at::Tensor>&);
-    auto* const fused = by_.decoupled ? static_cast<Fused*>(at::_fused_adamw_) : static_cast<Fused*>(at::_fused_adam_);
-    fused(parameters, gradients, m, v, x, counts, by_.lr, by_.beta1, by_.beta2, by_.weight_decay, by_.eps, by_.amsgrad,
-          /*maximize=*/false, std::nullopt, found_inf_);
-  }
-
- private:
-  AdamStep by_;
-  at::Tensor count_;
-  std::optional<at::Tensor> found_inf_;
-};
+/// Returns the count of a batch's steps on the device, which ATen's fused operation does not advance.
+GRADACCUM_INLINE at::Tensor step_count_on(at::Device device, const AdamStep& by, const Multiplier& multiplier) {
+  auto count = at::full({}, static_cast<double>(by.step), at::TensorOptions(at::kFloat).device(device));
+  // Stays at least 1, even if the state was replaced since the host last read the number of skipped steps.
+  if (multiplier.skipped_steps.defined())
+    count.sub_(multiplier.skipped_steps.to(device, /*non_blocking=*/true)).clamp_min_(1);
+  return count;
+}
 
 GRADACCUM_INLINE void plan_fused_adam(StepPlan& plan, const std::vector<ElementStep>& steps,
                                       const Multiplier& multiplier) {
-  add_batches(plan, steps, multiplier, /*by_kernel=*/false, [&](auto& batch, at::Device device) {
-    return FusedAdam(batch.front().step.settings.settings.template as<AdamStep>(), multiplier, device);
+  add_batches(plan, steps, multiplier, /*by_kernel=*/false, [&](const StepBatch<ElementStep>& of, at::Device device) {
+    const auto by = of.front().step.settings.settings.as<AdamStep>();
+    return [by, count = step_count_on(device, by, multiplier), found_inf = found_inf_on(device, multiplier)](
+               const StepBatch<ElementStep>& batch, at::TensorList p, at::TensorList g) {
+      using Fused = void(at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList,
+                         double, double, double, double, double, bool, bool, const std::optional<at::Tensor>&,
+                         const std::optional<at::Tensor>&);
+      auto* const fused = by.decoupled ? static_cast<Fused*>(at::_fused_adamw_) : static_cast<Fused*>(at::_fused_adam_);
+      fused(p, g, states_of(batch, 0), states_of(batch, 1), states_of(batch, 2),
+            std::vector<at::Tensor>(batch.size(), count), by.lr, by.beta1, by.beta2, by.weight_decay, by.eps,
+            by.amsgrad, /*maximize=*/false, std::nullopt, found_inf);
+    };
   });
 }
 
 GRADACCUM_INLINE void plan_fused_sgd(StepPlan& plan, const std::vector<ElementStep>& steps,
                                      const Multiplier& multiplier) {
-  add_batches(plan, steps, multiplier, /*by_kernel=*/false, [&](auto& steps_of_batch, at::Device device) {
-    return [by = steps_of_batch.front().step.settings.settings.template as<SgdStep>(),
-            found_inf = found_inf_on(device, multiplier)](const std::vector<StepPart<ElementStep>>& batch,
-                                                          at::TensorList p, at::TensorList g) {
-      std::vector<at::Tensor> buffers;
-      for (auto& [step, extent] : batch)
-        if (by.momentum != 0) buffers.push_back(as_real(extent.of(step.state[0])));
-      at::_fused_sgd_(p, g, buffers, by.weight_decay, by.momentum, by.lr, by.dampening, by.nesterov,
+  add_batches(plan, steps, multiplier, /*by_kernel=*/false, [&](const StepBatch<ElementStep>& of, at::Device device) {
+    return [by = of.front().step.settings.settings.as<SgdStep>(), found_inf = found_inf_on(device, multiplier)](
+               const StepBatch<ElementStep>& batch, at::TensorList p, at::TensorList g) {
+      at::_fused_sgd_(p, g, states_of(batch, 0), by.weight_decay, by.momentum, by.lr, by.dampening, by.nesterov,
                       /*maximize=*/false, by.first, std::nullopt, found_inf);
     };
   });
@@ -131,8 +118,8 @@ GRADACCUM_INLINE void plan_fused_sgd(StepPlan& plan, const std::vector<ElementSt
 GRADACCUM_INLINE void plan_tensor_steps(StepPlan& plan, const std::vector<ElementStep>& steps,
                                         const Multiplier& multiplier) {
   add_batches(plan, steps, multiplier, /*by_kernel=*/false, [&](auto&, at::Device device) {
-    return [found_inf = found_inf_on(device, multiplier)](const std::vector<StepPart<ElementStep>>& batch,
-                                                          at::TensorList p, at::TensorList g) {
+    return [found_inf = found_inf_on(device, multiplier)](const StepBatch<ElementStep>& batch, at::TensorList p,
+                                                          at::TensorList g) {
       for (std::size_t i = 0; i < batch.size(); ++i) {
         const auto& [step, extent] = batch[i];
         std::array<at::Tensor, 1 + most_states> all{p[i]};

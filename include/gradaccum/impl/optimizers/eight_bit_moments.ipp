@@ -23,9 +23,10 @@ namespace gradaccum::detail {
 
 GRADACCUM_INLINE std::int64_t blocks_of(const at::Tensor& tensor) { return eight_bit_blocks(tensor.numel()); }
 
-GRADACCUM_INLINE Codes zero_codes(const at::Tensor& like, bool is_signed) {
-  return {at::empty_strided(like.sizes(), like.strides(), like.options().dtype(at::kByte)).fill_(is_signed * zero_code),
-          at::zeros({blocks_of(like)}, like.options().dtype(at::kFloat))};
+GRADACCUM_INLINE Codes zero_codes(const at::Tensor& like, at::Device device, bool is_signed) {
+  const at::TensorOptions on(device);
+  return {at::empty_strided(like.sizes(), like.strides(), on.dtype(at::kByte)).fill_(is_signed * zero_code),
+          at::zeros({blocks_of(like)}, on.dtype(at::kFloat))};
 }
 
 /// Returns a plain tensor's elements in memory order, as whole blocks; zeros fill the last block.
@@ -52,7 +53,7 @@ GRADACCUM_INLINE Codes encoded(const at::Tensor& numbers, bool is_signed) {
   // The midpoints of successive values: the code of a number is the count of midpoints below it.
   const auto middles = values.slice(0, 0, 255).add(values.diff(), 0.5);
   if (!is_signed) middles.slice(0, 0, 1).zero_();  // second moments
-  auto codes = zero_codes(numbers, is_signed);
+  auto codes = zero_codes(numbers, numbers.device(), is_signed);
   const auto blocks = blocks_in(numbers);
   codes.scales = blocks.abs().amax(1);
   const auto usable = codes.scales.ge(std::numeric_limits<float>::min());
@@ -66,9 +67,7 @@ GRADACCUM_INLINE Codes encoded(const at::Tensor& numbers, bool is_signed) {
 GRADACCUM_INLINE Codes checked_state(const Codes& moments, const at::Tensor& parameter, bool is_signed,
                                      const char* name) {
   const auto like = plain_layout_of(parameter);
-  if (!moments.codes.defined())
-    return zero_codes(like.is_meta() ? at::empty_strided(like.sizes(), like.strides(), parameter.options()) : like,
-                      is_signed);
+  if (!moments.codes.defined()) return zero_codes(like, parameter.device(), is_signed);
   const auto& [codes, scales] = moments;
   TORCH_CHECK(state_type(parameter) == at::kFloat, "optimizer state: ", name, " must be floating for a parameter in ",
               parameter.scalar_type(), ", got 8-bit codes; the state was loaded for another model");

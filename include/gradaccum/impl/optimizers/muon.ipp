@@ -95,14 +95,9 @@ struct MuonBatch {
 };
 
 GRADACCUM_INLINE double adjusted_rate(const optim::MuonOptions& by, double rows, double columns) {
-  switch (by.adjust_lr_fn()) {
-    case optim::MuonAdjustLr::original:
-      return by.lr() * std::sqrt(std::max(1.0, rows / columns));
-    case optim::MuonAdjustLr::match_rms_adamw:
-      return by.lr() * 0.2 * std::sqrt(std::max(rows, columns));
-    case optim::MuonAdjustLr::spectral_unclamped:
-      break;
-  }
+  using enum optim::MuonAdjustLr;
+  if (by.adjust_lr_fn() == original) return by.lr() * std::sqrt(std::max(1.0, rows / columns));
+  if (by.adjust_lr_fn() == match_rms_adamw) return by.lr() * 0.2 * std::sqrt(std::max(rows, columns));
   return by.lr() * std::sqrt(rows / columns);
 }
 
@@ -199,11 +194,7 @@ GRADACCUM_INLINE detail::PreparedStep Muon::prepare_steps(const detail::Gradient
   if (!on_cpu.empty()) plan.add(at::kCPU, std::make_unique<detail::CpuSteps>(on_cpu, multiplier));
   for (auto& [device, product] : products) plan.add(device, std::move(product));
   auto finish = [this, directions = std::move(directions)](auto& stepped) {
-    for (std::size_t i = 0; i < stepped.size(); ++i) {
-      auto& state = state_[stepped[i].parameter.unsafeGetTensorImpl()];
-      if (!state) state = new_state();
-      static_cast<ElementState<MuonDirectionStep>&>(*state).of[0] = directions[i].state[0];
-    }
+    for (std::size_t i = 0; i < stepped.size(); ++i) state_of(stepped[i].parameter).of[0] = directions[i].state[0];
   };
   return prepared<detail::ElementStep>(std::move(plan), {.found_inf = multiplier.found_inf}, std::move(updates),
                                        std::move(finish));

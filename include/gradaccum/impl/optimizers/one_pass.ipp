@@ -83,7 +83,7 @@ GRADACCUM_INLINE std::function<void()> OnePass::prepare(Gradients gradients) {
 
 GRADACCUM_INLINE detail::PreparedStep OnePass::prepared_with(Gradients gradients) {
   const bool left_to_device = judges_on_device(gradients);
-  if (gradients.rejected() || (!left_to_device && gradients.overflowed())) return detail::PreparedStep([] {});
+  if (gradients.rejected() || (!left_to_device && gradients.overflowed())) return [] {};
   const detail::GradientOf gradient_of(gradients);
   bool any = gradient_of.empty();
   detail::for_each_parameter(itself(), [&](auto& parameter) { any = any || gradient_of(parameter).defined(); });
@@ -101,7 +101,8 @@ GRADACCUM_INLINE detail::PreparedStep OnePass::prepared_with(Gradients gradients
   if (!detail::same_parameters(parameters, concerned_)) sync_step_count();
   by.found_inf = gradients.judge_on_device();
   check_distinct();
-  if (!counts_steps()) return prepare_steps(gradient_of, by);
+  const bool counts_steps = detail::step_count_of(*new_state()) != nullptr;
+  if (!counts_steps) return prepare_steps(gradient_of, by);
   const auto device = by.found_inf.device();
   if (skipped_steps_.defined()) by.skipped_steps = skipped_steps_.to(device);
   auto skipped_steps = by.skipped_steps;
@@ -109,13 +110,12 @@ GRADACCUM_INLINE detail::PreparedStep OnePass::prepared_with(Gradients gradients
     const c10::InferenceMode can_be_changed_after_it(false);
     skipped_steps = at::zeros({}, at::TensorOptions(at::kFloat).device(device));
   }
-  return detail::PreparedStep(
-      [this, run = prepare_steps(gradient_of, by), skipped_steps, found_inf = by.found_inf, parameters]() mutable {
-        run();
-        const at::NoGradGuard without_graph;
-        skipped_steps_ = skipped_steps.add_(found_inf);
-        concerned_ = std::move(parameters);
-      });
+  return [this, run = prepare_steps(gradient_of, by), skipped_steps, found_inf = by.found_inf, parameters]() mutable {
+    run();
+    const at::NoGradGuard without_graph;
+    skipped_steps_ = skipped_steps.add_(found_inf);
+    concerned_ = std::move(parameters);
+  };
 }
 
 GRADACCUM_INLINE bool OnePass::judges_on_device(const Gradients& gradients) const {
@@ -128,7 +128,7 @@ GRADACCUM_INLINE void OnePass::sync_step_count() const {
   if (!skipped_steps_.defined()) return;
   const auto steps = static_cast<std::int64_t>(skipped_steps_.item<float>());
   skipped_steps_.reset();
-  auto& states = const_cast<OnePass&>(*this).itself().state();
+  auto& states = itself().state();
   for (auto& parameter : std::exchange(concerned_, {}))
     if (const auto known = states.find(parameter.unsafeGetTensorImpl()); known != states.end())
       if (auto* const count = detail::step_count_of(*known->second)) *count -= steps;
@@ -136,20 +136,15 @@ GRADACCUM_INLINE void OnePass::sync_step_count() const {
 
 /// Throws if a parameter is listed twice, because two threads would step it. Cheap while the list is unchanged.
 GRADACCUM_INLINE void OnePass::check_distinct() {
-  std::size_t i = 0;
-  bool same = true;
-  detail::for_each_parameter(itself(), [&](const at::Tensor& parameter) {
-    same = same && i < distinct_.size() && distinct_[i] == parameter.unsafeGetTensorImpl();
-    ++i;
-  });
-  if (same && i == distinct_.size()) return;
-  std::unordered_map<const void*, std::size_t> indices;
   std::vector<const void*> all;
+  all.reserve(distinct_.size());
+  detail::for_each_parameter(itself(), [&](auto& parameter) { all.push_back(parameter.unsafeGetTensorImpl()); });
+  if (all == distinct_) return;
+  std::unordered_map<const void*, std::size_t> indices;
   detail::for_each_parameter(itself(), [&](const at::Tensor& parameter) {
     TORCH_CHECK(!parameter.is_meta(), class_name(), ": a parameter must have memory, got one on the meta device");
-    all.push_back(parameter.unsafeGetTensorImpl());
-    TORCH_CHECK(indices.emplace(all.back(), indices.size()).second, class_name(), ": a parameter of shape ",
-                parameter.sizes(), " is listed twice; list it once, in one group");
+    TORCH_CHECK(indices.emplace(parameter.unsafeGetTensorImpl(), indices.size()).second, class_name(),
+                ": a parameter of shape ", parameter.sizes(), " is listed twice; list it once, in one group");
   });
   distinct_ = std::move(all);
   indices_ = std::move(indices);
@@ -184,15 +179,16 @@ detail::PreparedStep OnePass::prepared(detail::StepPlan plan, const detail::Mult
   }
   const double on_host = any_on_cpu ? detail::host_number(multiplier) : 1;
   plan.allocate();
-  return detail::PreparedStep([this, plan = std::move(plan), steps = std::move(steps), any_on_cpu, on_host,
-                               rounded_steps = std::move(rounded_steps), finish = std::move(finish)]() mutable {
+  auto run = [this, plan = std::move(plan), steps = std::move(steps), any_on_cpu, on_host,
+              rounded_steps = std::move(rounded_steps), finish = std::move(finish)]() mutable {
     const at::NoGradGuard no_grad;
     rounded_steps_ = std::move(rounded_steps);
     plan.run();  // first, since the processor's part may wait for devices
     if (any_on_cpu) step_on_cpu(steps, on_host);
     at::autocast::clear_cache();  // its casts are of the old parameters
     finish(steps);
-  });
+  };
+  return [shared = std::make_shared<decltype(run)>(std::move(run))] { (*shared)(); };  // a plan cannot be copied
 }
 
 /// Each parameter's state changes only after all steps.
@@ -201,7 +197,7 @@ GRADACCUM_INLINE detail::PreparedStep ElementSteps::prepare_steps(const detail::
   std::vector<detail::ElementStep> steps;
   detail::StepPlan plan;
   auto& states = itself().state();
-  std::unique_ptr<torch::optim::OptimizerParamState> fresh;  // for parameters without a state
+  const auto fresh = new_state();  // for parameters without a state
   for (auto& group : itself().param_groups()) {
     check_options(group.options());  // may have been changed or loaded
     for (auto& parameter : group.params()) {
@@ -209,7 +205,6 @@ GRADACCUM_INLINE detail::PreparedStep ElementSteps::prepare_steps(const detail::
       if (!gradient.defined()) continue;
       detail::check_can_be_stepped(class_name(), parameter, gradient);
       const auto known = states.find(parameter.unsafeGetTensorImpl());
-      if (known == states.end() && !fresh) fresh = new_state();
       auto& state = known == states.end() ? *fresh : *known->second;
       detail::ElementStep step{step_of(group.options(), parameter, state), parameter, gradient, {}};
       if (gradient.is_sparse() && !parameter.is_cpu() && !rounds(parameter) && step.settings.only_adds_gradient) {
@@ -225,9 +220,10 @@ GRADACCUM_INLINE detail::PreparedStep ElementSteps::prepare_steps(const detail::
   }
   const auto place = [](const detail::ElementStep& step) { return step.settings.kind->place; };
   if (!std::ranges::is_sorted(steps, {}, place)) std::ranges::stable_sort(steps, {}, place);  // for few launches
-  return prepared<detail::ElementStep>(std::move(plan), multiplier, std::move(steps), [this, &states](auto& stepped) {
+  const auto keep = [this, &states,
+                     counts = parts_of(*fresh).step != nullptr](std::vector<detail::ElementStep>& stepped) {
     for (auto& step : stepped) {
-      if (step.settings.states == 0 && !counts_steps()) continue;
+      if (step.settings.states == 0 && !counts) continue;
       auto& state = states[step.parameter.unsafeGetTensorImpl()];
       if (!state) state = new_state();
       const auto parts = parts_of(*state);
@@ -235,7 +231,8 @@ GRADACCUM_INLINE detail::PreparedStep ElementSteps::prepare_steps(const detail::
         if (parts.tensors[i]) *parts.tensors[i] = stored_state(step, i);
       if (parts.step) ++*parts.step;
     }
-  });
+  };
+  return prepared<detail::ElementStep>(std::move(plan), multiplier, std::move(steps), keep);
 }
 
 GRADACCUM_INLINE void OnePass::begin_saving() const {

@@ -20,7 +20,6 @@
 #include <torch/serialize/archive.h>
 
 #include <cmath>
-#include <map>
 #include <tuple>
 
 #include <gradaccum/impl/begin.ipp>

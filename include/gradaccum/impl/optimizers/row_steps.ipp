@@ -53,10 +53,9 @@ GRADACCUM_INLINE bool steps_by_rows(const ElementStep& step, const Multiplier& m
 /// A tensor of a parameter's state, and its layout in case there is none yet.
 struct Moments {
   at::Tensor& tensor;
-  const char* name;
-  at::ScalarType type = at::ScalarType::Undefined;
-  std::int64_t per_row = 0;  ///< elements for each row of the parameter
-  std::int64_t zero = 0;     ///< the value that represents zero
+  at::ScalarType type;
+  std::int64_t per_row;   ///< elements for each row of the parameter
+  std::int64_t zero = 0;  ///< the value that represents zero
 };
 
 /// Returns the rows in which the bits of a moment differ from zero.
@@ -136,12 +135,10 @@ class StepRows {
   /// Returns the rows' values as a sparse tensor of the parameter's state.
   at::Tensor state_of(const at::Tensor& values, const at::Tensor& parameter) const {
     const auto per_row = values.size(1);
-    std::vector<std::int64_t> sizes{parameter.size(0), per_row}, of_values{count(), per_row};
-    if (per_row == parameter.numel() / parameter.size(0)) {
-      sizes = parameter.sizes().vec();
-      of_values = sizes;
-      of_values[0] = count();
-    }
+    auto sizes = parameter.sizes().vec();
+    if (per_row != parameter.numel() / sizes[0]) sizes = {sizes[0], per_row};  // scales of 8-bit moments
+    auto of_values = sizes;
+    of_values[0] = count();
     return at::_sparse_coo_tensor_unsafe(rows_.unsqueeze(0), values.narrow(0, 0, count()).view(of_values), sizes,
                                          values.options().layout(at::kSparse));
   }
@@ -200,7 +197,7 @@ GRADACCUM_INLINE void prepare_rows(ElementStep& step) {
                 "optimizer state: ", name, " must have the shape and device of its parameter, ", parameter.sizes(),
                 ", got rows of ", state.sizes());
     if (state.defined() && !state.is_sparse()) state = checked_state(state, parameter, name);
-    moments.push_back({state, name, state_type(parameter), parameter.numel() / parameter.size(0)});
+    moments.push_back({state, state_type(parameter), parameter.numel() / parameter.size(0)});
   }
   step.rows = rows_of(parameter, step.gradient, moments);
 }
@@ -219,12 +216,11 @@ GRADACCUM_INLINE void prepare_codes(ElementStep& step, bool by_rows) {
   }
   if (!by_rows) return;
   const auto width = parameter.numel() / parameter.size(0), scales = width / eight_bit_block;
-  const auto* const names = Adam8bitStep::state;
   step.rows = rows_of(parameter, step.gradient,
-                      {{state[0], names[0], at::kByte, width, zero_code},
-                       {state[1], names[1], at::kByte, width},
-                       {state[2], names[2], at::kFloat, scales},
-                       {state[3], names[3], at::kFloat, scales}});
+                      {{state[0], at::kByte, width, zero_code},
+                       {state[1], at::kByte, width},
+                       {state[2], at::kFloat, scales},
+                       {state[3], at::kFloat, scales}});
 }
 
 GRADACCUM_INLINE void prepare(ElementStep& step, const Multiplier& multiplier) {

@@ -258,7 +258,7 @@ class AdafactorSumsBlock : public AdafactorTileBlock {
     auto squares = Vector::all(0);
     for (std::int64_t i = 0; i < rows; ++i) {
       factor(row_var + i, row_factors + i);
-      update.scale.row = Vector::load(row_factors + i);
+      update.row = Vector::load(row_factors + i);
       for (std::int64_t k = 0; k < columns; ++k) {
         const auto step = update(gradient + i * columns + k, column_factors + k);
         squares = multiply_add(step, step, squares);
@@ -432,7 +432,7 @@ class AdafactorUpdateBlock : public AdafactorTileBlock {
     auto sum = Vector::all(0);
     for_each_pack_of(packs, static_cast<const G*>(tile.gradient), [&](int round, const AlignedPack<G>& gradients) {
       const int count = packs.count(round);
-      update.scale.row = Vector::load(shared.row_factors + packs.row(round));
+      update.row = Vector::load(shared.row_factors + packs.row(round));
       GRADACCUM_UNROLL
       for (int k = 0; k < pack_size; ++k) {
         const auto step = update(gradients.numbers + k, columns.numbers + k);
@@ -471,9 +471,8 @@ class AdafactorStepSizeBlock {
       fold(shared.update_squares);
     } else if (this_thread() == 0) {
       AdafactorNumbers numbers{};
-      const auto elements = static_cast<double>(tensor_->shape.numel());
-      set_step_size(numbers, settings_of(*launch_),
-                    {elements, folded(shared.parameter_squares), folded(shared.update_squares)});
+      set_step_size(numbers, settings_of(*launch_), static_cast<double>(tensor_->shape.numel()),
+                    folded(shared.parameter_squares), folded(shared.update_squares));
       auto* const step = AdafactorMemory(tensor_->shape, tensor_->memory).step;
       step[0] = numbers.kept;
       step[1] = numbers.step_size;
@@ -577,7 +576,7 @@ class AdafactorMoveBlock : public AdafactorTileBlock {
       GRADACCUM_UNROLL
       for (int k = 0; k < pack_size; ++k) {
         const auto factors = factors_of_pack(k);
-        apply.update.scale.row = Vector::load(&factors.row);
+        apply.update.row = Vector::load(&factors.row);
         apply(of.parameters.element(k), of.gradients.element(k), &factors.column,
               momentum ? of.averages.element(k) : nullptr);
       }
@@ -616,5 +615,5 @@ struct AdafactorPasses {
 
 inline void run_adafactor(const AdafactorLaunch& launch, const OperandTypes& types, void* stream) {
   using Function = void(const AdafactorLaunch&, void*);
-  of_types<Function, AdafactorPasses>(types.parameter, types.gradient, types.rounded)(launch, stream);
+  of_types<Function, AdafactorPasses>(types)(launch, stream);
 }

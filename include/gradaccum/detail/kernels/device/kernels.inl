@@ -15,11 +15,6 @@ GRADACCUM_ON_DEVICE Number product_plus(Number a, Number b, Number c) {
   return std::fma(a, b, c);
 }
 #include <gradaccum/detail/kernels/simd/lanes.inl>
-
-/// The vectors that numbers of this type are computed in.
-template <class T>
-using VectorOf = std::conditional_t<std::is_same_v<T, double>, Doubles, Floats>;
-
 #include <gradaccum/detail/kernels/simd/types.inl>
 
 template <class T>

@@ -258,14 +258,6 @@ struct ScaleLaunch {
   float smallest;
 };
 
-/// The dtypes of all tensors in a launch.
-struct OperandTypes {
-  at::ScalarType parameter, gradient;
-  bool rounded;  ///< stochastically
-
-  auto operator<=>(const OperandTypes&) const = default;
-};
-
 /// The device kernels. Each function launches one or more kernels on `stream`, on its device, and does not wait.
 struct DeviceKernels {
   using Step = void(const StepLaunch&, const OperandTypes&, void* stream);

@@ -375,21 +375,14 @@ struct StepBlocks {
   template <class P, class G, bool rounded>
   using OfTypes = StepBlock<Step, P, G, rounded>;
 };
-template <>
-struct StepBlocks<Adam8bitStep> {
-  template <class P, class G, bool rounded>
-  using OfTypes = Adam8bitBlock<P, G, rounded>;
-};
 
 template <class Step>
 void run_step(const StepLaunch& launch, const OperandTypes& types, void* stream) {
   using Function = void(const StepLaunch&, void*);
   if constexpr (std::is_same_v<Step, Adam8bitStep>)
-    of_narrow_types<Function, StepBlocks<Step>::template OfTypes>(types.parameter, types.gradient, types.rounded)(
-        launch, stream);
+    of_narrow_types<Function, Adam8bitBlock>(types)(launch, stream);
   else
-    of_types<Function, StepBlocks<Step>::template OfTypes>(types.parameter, types.gradient, types.rounded)(launch,
-                                                                                                           stream);
+    of_types<Function, StepBlocks<Step>::template OfTypes>(types)(launch, stream);
 }
 template <class... Step>
 constexpr std::array<DeviceKernels::Step*, sizeof...(Step)> run_steps(std::type_identity<std::tuple<Step...>>) {

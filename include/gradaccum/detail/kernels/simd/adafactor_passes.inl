@@ -86,7 +86,7 @@ double adafactor_update_squares(const AdafactorOperand& o, std::int64_t from, st
   AdafactorUpdate<Vector, true> update(o.numbers);
   double sum = 0;
   for (auto row = from; row < to; ++row) {
-    update.scale.row = Vector::all(static_cast<const S*>(o.row_factors)[row]);
+    update.row = Vector::all(static_cast<const S*>(o.row_factors)[row]);
     const auto* const gradient = static_cast<const G*>(o.gradient) + row * o.columns;
     const auto* const columns = static_cast<const S*>(o.column_factors) + row / o.rows * o.columns;
     for (std::int64_t i = 0; i < o.columns; i += adafactor_run)
@@ -122,7 +122,7 @@ void adafactor_move(const AdafactorOperand& o, std::int64_t from, std::int64_t t
                                              elements<S>(o.exp_avg, from));
   AdafactorApply<Vector, true> apply(o.numbers);
   for (auto row = from; row < to; ++row) {
-    apply.update.scale.row = Vector::all(static_cast<const S*>(o.row_factors)[row]);
+    apply.update.row = Vector::all(static_cast<const S*>(o.row_factors)[row]);
     const auto place = row * o.columns;
     const auto* const columns = static_cast<const S*>(o.column_factors) + row / o.rows * o.columns;
     step_elements<Vector, P, rounded>(apply, o, place, o.columns, gradient + place, columns,

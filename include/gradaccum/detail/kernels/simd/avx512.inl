@@ -101,9 +101,7 @@ inline Floats to_floats(Ints a) { return {_mm512_maskz_cvtepi32_ps(0xffff, a.v)}
 inline Ints bits_of(Floats a) { return {_mm512_castps_si512(a.v)}; }
 inline Ints exponent_of(Floats a) { return {_mm512_maskz_srli_epi32(0xffff, bits_of(a).v, 23)}; }
 inline Floats rounded_down(Floats a) { return {_mm512_maskz_roundscale_ps(0xffff, a.v, _MM_FROUND_TO_NEG_INF)}; }
-inline Floats magnitude(Floats a) {
-  return {_mm512_castsi512_ps(_mm512_and_si512(bits_of(a).v, _mm512_set1_epi32(0x7fffffff)))};
-}
+inline Floats magnitude(Floats a) { return {_mm512_abs_ps(a.v)}; }
 inline Floats times_sign_of(Floats a, Floats sign) {
   const auto sign_bit = _mm512_set1_epi32(std::numeric_limits<int>::min());
   return {

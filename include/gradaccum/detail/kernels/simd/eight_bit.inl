@@ -18,16 +18,11 @@ class DynamicCodes {
         spread_(map.spread.data()) {}
 
   GRADACCUM_ON_DEVICE Floats decode(const std::uint8_t* codes) const {
-    if constexpr (is_signed) {
-      const auto k = Ints::load(codes) + Ints::all(-127);
-      const auto number = to_floats(k);  // carries the sign of the result
-      const auto entry = exponent_of(number);
-      return only_where(k, multiply_add(slope_[entry], number, times_sign_of(base_[entry], number)));
-    } else {
-      const auto number = to_floats(Ints::load(codes) + Ints::all(1));
-      const auto entry = exponent_of(number);
-      return multiply_add(slope_[entry], number, base_[entry]);
-    }
+    const auto k = Ints::load(codes) + Ints::all(is_signed ? -127 : 1);
+    const auto number = to_floats(k);  // carries the sign of the result
+    const auto entry = exponent_of(number);
+    if constexpr (!is_signed) return multiply_add(slope_[entry], number, base_[entry]);
+    return only_where(k, multiply_add(slope_[entry], number, times_sign_of(base_[entry], number)));
   }
 
   /// Finds the code of the nearest number in the map, or of the smaller one in a tie.

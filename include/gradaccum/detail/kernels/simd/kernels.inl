@@ -8,10 +8,6 @@
 // files that use those above:
 #include <gradaccum/detail/kernels/simd/eight_bit.inl>
 
-/// The vectors that numbers of this type are computed in.
-template <class T>
-using VectorOf = std::conditional_t<std::is_same_v<T, double>, Doubles, Floats>;
-
 /// The last elements of an array, padded to a vector; written back on destruction.
 template <class T, int width>
 class Rest {
@@ -31,18 +27,13 @@ class Rest {
   std::remove_const_t<T> elements_[width] = {};
 };
 
-template <class Update, class... Rests>
-void update_rest(const Update& update, Rests... rests) {
-  update(rests.vector()...);
-}
-
 /// Calls `update` with pointers to one vector of each array at a time. A null array stays nullptr. Flattened, because
 /// g++ at -O2 would call a function for each vector.
 template <int width, class Update, class... T>
 [[gnu::flatten]] void for_each_vector(const Update& update, std::int64_t count, T*... arrays) {
   std::int64_t i = 0;
   for (; i + width <= count; i += width) update((arrays ? arrays + i : nullptr)...);
-  if (i < count) update_rest(update, Rest<T, width>(arrays ? arrays + i : nullptr, count - i)...);
+  if (i < count) update(Rest<T, width>(arrays ? arrays + i : nullptr, count - i).vector()...);
 }
 
 /// A few numbers of a bfloat16 array as float32. On destruction they are rounded up or down at random, without bias,
@@ -144,20 +135,17 @@ struct Arithmetic : Step {
 #include <gradaccum/detail/kernels/simd/adafactor_passes.inl>
 #include <gradaccum/detail/kernels/simd/adam8bit.inl>
 
-/// The kernels for two dtypes.
+/// The kernels for some dtypes.
 struct Kernels {
-  at::ScalarType parameter, gradient;
-  bool rounded;
+  OperandTypes types;
 
   template <class Step>
   Kernel* step() const {
     if constexpr (std::is_same_v<Step, Adam8bitStep>)
-      return of_narrow_types<Kernel, Adam8bitOfTypes>(parameter, gradient, rounded);
+      return of_narrow_types<Kernel, Adam8bitOfTypes>(types);
     else
-      return of_types<Kernel, ElementsOf<Step>::template OfTypes>(parameter, gradient, rounded);
+      return of_types<Kernel, ElementsOf<Step>::template OfTypes>(types);
   }
-  AdafactorKernels adafactor() const {
-    return of_types<AdafactorKernels(), AdafactorIn<>::OfTypes>(parameter, gradient, rounded)();
-  }
-  SumOfSquares sum_of_squares() const { return sum_of_squares_kernel(parameter); }
+  AdafactorKernels adafactor() const { return of_types<AdafactorKernels(), AdafactorIn<>::OfTypes>(types)(); }
+  SumOfSquares sum_of_squares() const { return sum_of_squares_kernel(types.parameter); }
 };

@@ -1,22 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Selects kernels by the dtypes of their operands, and rounds stochastically. Included with the kernels.
+// Selects vectors and kernels by the dtypes of operands, and rounds stochastically. Included with the kernels.
+
+/// The vectors that numbers of this type are computed in.
+template <class T>
+using VectorOf = std::conditional_t<std::is_same_v<T, double>, Doubles, Floats>;
 
 /// Returns `Of<P, G, rounded>::run` for the dtypes of a parameter, except float64, and its gradient, which may be
 /// float32 for 16-bit parameters. `rounded`: rounds bfloat16 parameters stochastically.
 template <class Function, template <class P, class G, bool rounded> class Of>
-Function* of_narrow_types(at::ScalarType parameter, at::ScalarType gradient, bool rounded) {
+Function* of_narrow_types(const OperandTypes& types) {
   using at::BFloat16, at::Half;
-  const bool same = parameter == gradient;
-  if (rounded) return same ? Of<BFloat16, BFloat16, true>::run : Of<BFloat16, float, true>::run;
-  if (parameter == at::kFloat) return Of<float, float, false>::run;
-  if (parameter == at::kHalf) return same ? Of<Half, Half, false>::run : Of<Half, float, false>::run;
+  const bool same = types.parameter == types.gradient;
+  if (types.rounded) return same ? Of<BFloat16, BFloat16, true>::run : Of<BFloat16, float, true>::run;
+  if (types.parameter == at::kFloat) return Of<float, float, false>::run;
+  if (types.parameter == at::kHalf) return same ? Of<Half, Half, false>::run : Of<Half, float, false>::run;
   return same ? Of<BFloat16, BFloat16, false>::run : Of<BFloat16, float, false>::run;
 }
 template <class Function, template <class P, class G, bool rounded> class Of>
-Function* of_types(at::ScalarType parameter, at::ScalarType gradient, bool rounded) {
-  if (parameter == at::kDouble) return Of<double, double, false>::run;
-  return of_narrow_types<Function, Of>(parameter, gradient, rounded);
+Function* of_types(const OperandTypes& types) {
+  if (types.parameter == at::kDouble) return Of<double, double, false>::run;
+  return of_narrow_types<Function, Of>(types);
 }
 
 /// Converts the `bits` of float32 numbers to bfloat16, rounded up or down at random without bias. The random

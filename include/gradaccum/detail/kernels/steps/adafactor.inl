@@ -11,8 +11,8 @@
 namespace gradaccum::detail {
 
 struct AdafactorSettings {
-  double lr, step_size;  ///< step_size: lr or its replacement, before scaling
-  double fresh2;         ///< 1 - beta2 in this step
+  double lr;
+  double step_size = 0, fresh2 = 0;  ///< of this step: lr or its replacement before scaling, and 1 - beta2
   double eps1, eps2, d, weight_decay, beta1;
   bool scale_parameter, pytorch;
 
@@ -52,18 +52,13 @@ GRADACCUM_ON_DEVICE inline AdafactorNumbers numbers_of(const AdafactorSettings& 
           .largest_scale = by.pytorch ? 1 / by.eps1 : std::numeric_limits<double>::infinity()};
 }
 
-/// Sums over a tensor: its elements, the squares of the parameter, and the squares of its update before scaling.
-struct AdafactorSums {
-  double elements, parameter_squares, update_squares;
-};
-
 /// Returns the larger one; NaN stays NaN.
 GRADACCUM_ON_DEVICE inline double at_least(double least, double x) { return x < least ? least : x; }
 
-GRADACCUM_ON_DEVICE inline void set_step_size(AdafactorNumbers& numbers, const AdafactorSettings& by,
-                                              const AdafactorSums& of) {
-  const double rms = std::sqrt(of.parameter_squares / of.elements);
-  const double update_rms = std::sqrt(of.update_squares / of.elements);
+/// Computes a tensor's step size from the sums of the squares of the parameter, and of its update before scaling.
+GRADACCUM_ON_DEVICE inline void set_step_size(AdafactorNumbers& numbers, const AdafactorSettings& by, double elements,
+                                              double parameter_squares, double update_squares) {
+  const double rms = std::sqrt(parameter_squares / elements), update_rms = std::sqrt(update_squares / elements);
   const double size = by.step_size * (by.scale_parameter ? at_least(by.eps2, rms) : 1);
   numbers.kept = one_minus_product(by.weight_decay, by.pytorch ? by.lr : size);
   numbers.step_size = size / at_least(1, update_rms / by.d);
@@ -143,30 +138,24 @@ struct AdafactorFactor {
   Vector numerator;
 };
 
-/// The scale of an update: from a row's factor and column factors, or from a vector's variance.
-template <class Vector, bool factored>
-struct AdafactorScale {
-  template <class S>
-  GRADACCUM_ON_DEVICE Vector operator()(const S* of) const {
-    const auto x = Vector::load(of);
-    if constexpr (factored) return larger(lowest, row * x);
-    return larger(lowest, row / square_root(x));
-  }
-  Vector row, lowest;
-};
-
 /// The scaled gradient, negative since scales are.
 template <class Vector, bool factored>
 struct AdafactorUpdate {
-  GRADACCUM_ON_DEVICE explicit AdafactorUpdate(const AdafactorNumbers& by, double row = -1)
-      : scale{Vector::all(row), Vector::all(-by.largest_scale)}, multiplier(Vector::all(by.multiplier)) {}
+  GRADACCUM_ON_DEVICE explicit AdafactorUpdate(const AdafactorNumbers& by)
+      : row(Vector::all(-1)), lowest(Vector::all(-by.largest_scale)), multiplier(Vector::all(by.multiplier)) {}
 
   template <class G, class S>
   GRADACCUM_ON_DEVICE Vector operator()(const G* gradient, const S* of) const {
     return Vector::load(gradient) * multiplier * scale(of);
   }
-  AdafactorScale<Vector, factored> scale;
-  Vector multiplier;
+  /// From a row's factor and column factors, or from a vector's variance.
+  template <class S>
+  GRADACCUM_ON_DEVICE Vector scale(const S* of) const {
+    const auto x = Vector::load(of);
+    if constexpr (factored) return larger(lowest, row * x);
+    return larger(lowest, row / square_root(x));
+  }
+  Vector row, lowest, multiplier;
 };
 
 /// Updates a parameter. No plain sum takes a product, which a compiler might or might not contract.
