@@ -123,6 +123,8 @@ class OnePass : public TakesGradients {
   virtual torch::optim::Optimizer& itself() = 0;
   virtual const char* class_name() const = 0;
   virtual std::unique_ptr<torch::optim::OptimizerParamState> new_state() const = 0;
+  /// Returns true if the state counts steps.
+  virtual bool counts_steps() const = 0;
 
  private:
   friend std::function<void()> detail::prepare_state_of(torch::optim::Optimizer& optimizer,
@@ -133,7 +135,6 @@ class OnePass : public TakesGradients {
   /// Prepares a step of all parameters that have a gradient.
   virtual detail::PreparedStep prepare_steps(const detail::GradientOf& gradient_of,
                                              const detail::Multiplier& multiplier) = 0;
-  detail::PreparedStep prepared_with(Gradients gradients);
 
   void check_distinct();
   template <class Step>
@@ -217,6 +218,12 @@ class OnePassOptimizer : public Base, public Core {
   std::function<void()> take_named_state(const detail::NamedParameters& parameters, detail::NamedTensors state,
                                          bool lenient) override {
     return OnePass::take_named_state(parameters, std::move(state), lenient);
+  }
+  bool counts_steps() const override {
+    if constexpr (requires { State::counts_steps; })
+      return State::counts_steps;
+    else
+      return requires(State state) { state.step(); };
   }
 };
 

@@ -101,7 +101,6 @@ void unmap(std::span<std::byte> mapped);
 /// Frees the whole pages in a range. The next access to a mapped file reads it from the disk again; other memory then
 /// has unspecified values.
 void discard_pages(std::span<std::byte> range);
-std::int64_t page_bytes();
 /// Returns the bytes that `ulimit -v` permits; nullopt if there is no limit.
 std::optional<std::int64_t> limit_of_addresses();
 /// Makes malloc keep freed memory. Returns false if that cannot be asked of it.

@@ -75,13 +75,9 @@ GRADACCUM_INLINE at::Tensor OnePass::step_after(const torch::optim::Optimizer::L
   return loss;
 }
 
-GRADACCUM_INLINE void OnePass::step(Gradients gradients) { prepared_with(std::move(gradients))(); }
+GRADACCUM_INLINE void OnePass::step(Gradients gradients) { OnePass::prepare(std::move(gradients))(); }
 
-GRADACCUM_INLINE std::function<void()> OnePass::prepare(Gradients gradients) {
-  return prepared_with(std::move(gradients));
-}
-
-GRADACCUM_INLINE detail::PreparedStep OnePass::prepared_with(Gradients gradients) {
+GRADACCUM_INLINE detail::PreparedStep OnePass::prepare(Gradients gradients) {
   const bool left_to_device = judges_on_device(gradients);
   if (gradients.rejected() || (!left_to_device && gradients.overflowed())) return [] {};
   const detail::GradientOf gradient_of(gradients);
@@ -101,8 +97,7 @@ GRADACCUM_INLINE detail::PreparedStep OnePass::prepared_with(Gradients gradients
   if (!detail::same_parameters(parameters, concerned_)) sync_step_count();
   by.found_inf = gradients.judge_on_device();
   check_distinct();
-  const bool counts_steps = detail::step_count_of(*new_state()) != nullptr;
-  if (!counts_steps) return prepare_steps(gradient_of, by);
+  if (!counts_steps()) return prepare_steps(gradient_of, by);
   const auto device = by.found_inf.device();
   if (skipped_steps_.defined()) by.skipped_steps = skipped_steps_.to(device);
   auto skipped_steps = by.skipped_steps;
@@ -128,7 +123,7 @@ GRADACCUM_INLINE void OnePass::sync_step_count() const {
   if (!skipped_steps_.defined()) return;
   const auto steps = static_cast<std::int64_t>(skipped_steps_.item<float>());
   skipped_steps_.reset();
-  auto& states = itself().state();
+  auto& states = const_cast<OnePass&>(*this).itself().state();
   for (auto& parameter : std::exchange(concerned_, {}))
     if (const auto known = states.find(parameter.unsafeGetTensorImpl()); known != states.end())
       if (auto* const count = detail::step_count_of(*known->second)) *count -= steps;
@@ -136,15 +131,20 @@ GRADACCUM_INLINE void OnePass::sync_step_count() const {
 
 /// Throws if a parameter is listed twice, because two threads would step it. Cheap while the list is unchanged.
 GRADACCUM_INLINE void OnePass::check_distinct() {
-  std::vector<const void*> all;
-  all.reserve(distinct_.size());
-  detail::for_each_parameter(itself(), [&](auto& parameter) { all.push_back(parameter.unsafeGetTensorImpl()); });
-  if (all == distinct_) return;
+  std::size_t i = 0;
+  bool same = true;
+  detail::for_each_parameter(itself(), [&](const at::Tensor& parameter) {
+    same = same && i < distinct_.size() && distinct_[i] == parameter.unsafeGetTensorImpl();
+    ++i;
+  });
+  if (same && i == distinct_.size()) return;
   std::unordered_map<const void*, std::size_t> indices;
+  std::vector<const void*> all;
   detail::for_each_parameter(itself(), [&](const at::Tensor& parameter) {
     TORCH_CHECK(!parameter.is_meta(), class_name(), ": a parameter must have memory, got one on the meta device");
-    TORCH_CHECK(indices.emplace(parameter.unsafeGetTensorImpl(), indices.size()).second, class_name(),
-                ": a parameter of shape ", parameter.sizes(), " is listed twice; list it once, in one group");
+    all.push_back(parameter.unsafeGetTensorImpl());
+    TORCH_CHECK(indices.emplace(all.back(), indices.size()).second, class_name(), ": a parameter of shape ",
+                parameter.sizes(), " is listed twice; list it once, in one group");
   });
   distinct_ = std::move(all);
   indices_ = std::move(indices);
@@ -197,7 +197,7 @@ GRADACCUM_INLINE detail::PreparedStep ElementSteps::prepare_steps(const detail::
   std::vector<detail::ElementStep> steps;
   detail::StepPlan plan;
   auto& states = itself().state();
-  const auto fresh = new_state();  // for parameters without a state
+  std::unique_ptr<torch::optim::OptimizerParamState> fresh;  // for parameters without a state
   for (auto& group : itself().param_groups()) {
     check_options(group.options());  // may have been changed or loaded
     for (auto& parameter : group.params()) {
@@ -205,6 +205,7 @@ GRADACCUM_INLINE detail::PreparedStep ElementSteps::prepare_steps(const detail::
       if (!gradient.defined()) continue;
       detail::check_can_be_stepped(class_name(), parameter, gradient);
       const auto known = states.find(parameter.unsafeGetTensorImpl());
+      if (known == states.end() && !fresh) fresh = new_state();
       auto& state = known == states.end() ? *fresh : *known->second;
       detail::ElementStep step{step_of(group.options(), parameter, state), parameter, gradient, {}};
       if (gradient.is_sparse() && !parameter.is_cpu() && !rounds(parameter) && step.settings.only_adds_gradient) {
@@ -220,10 +221,9 @@ GRADACCUM_INLINE detail::PreparedStep ElementSteps::prepare_steps(const detail::
   }
   const auto place = [](const detail::ElementStep& step) { return step.settings.kind->place; };
   if (!std::ranges::is_sorted(steps, {}, place)) std::ranges::stable_sort(steps, {}, place);  // for few launches
-  const auto keep = [this, &states,
-                     counts = parts_of(*fresh).step != nullptr](std::vector<detail::ElementStep>& stepped) {
+  return prepared<detail::ElementStep>(std::move(plan), multiplier, std::move(steps), [this, &states](auto& stepped) {
     for (auto& step : stepped) {
-      if (step.settings.states == 0 && !counts) continue;
+      if (step.settings.states == 0 && !counts_steps()) continue;
       auto& state = states[step.parameter.unsafeGetTensorImpl()];
       if (!state) state = new_state();
       const auto parts = parts_of(*state);
@@ -231,8 +231,7 @@ GRADACCUM_INLINE detail::PreparedStep ElementSteps::prepare_steps(const detail::
         if (parts.tensors[i]) *parts.tensors[i] = stored_state(step, i);
       if (parts.step) ++*parts.step;
     }
-  };
-  return prepared<detail::ElementStep>(std::move(plan), multiplier, std::move(steps), keep);
+  });
 }
 
 GRADACCUM_INLINE void OnePass::begin_saving() const {

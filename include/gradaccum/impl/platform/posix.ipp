@@ -172,10 +172,8 @@ GRADACCUM_INLINE void* map_memory([[maybe_unused]] std::size_t bytes) {
 
 GRADACCUM_INLINE void unmap(std::span<std::byte> mapped) { ::munmap(mapped.data(), mapped.size()); }
 
-GRADACCUM_INLINE std::int64_t page_bytes() { return ::sysconf(_SC_PAGESIZE); }
-
 GRADACCUM_INLINE void discard_pages(std::span<std::byte> range) {
-  const auto page = static_cast<std::uintptr_t>(page_bytes());
+  const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
   const auto begin = reinterpret_cast<std::uintptr_t>(range.data()), end = begin + range.size();
   const auto first = (begin + page - 1) / page * page, last = end / page * page;
   if (first < last) ::madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);

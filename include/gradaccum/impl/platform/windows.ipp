@@ -160,12 +160,6 @@ GRADACCUM_INLINE std::size_t terminal_columns(std::FILE* file) {
 GRADACCUM_INLINE void* map_memory(std::size_t /*bytes*/) { return nullptr; }
 GRADACCUM_INLINE void unmap(std::span<std::byte> mapped) { ::UnmapViewOfFile(mapped.data()); }
 
-GRADACCUM_INLINE std::int64_t page_bytes() {
-  SYSTEM_INFO system;
-  ::GetSystemInfo(&system);
-  return system.dwPageSize;
-}
-
 /// Pages that are not locked leave the working set.
 GRADACCUM_INLINE void discard_pages(std::span<std::byte> range) { ::VirtualUnlock(range.data(), range.size()); }
 
