@@ -11,10 +11,6 @@
 #include <gradaccum/trainer_base.hpp>
 #include <gradaccum/training_state.hpp>
 
-namespace torch::optim {
-class LBFGS;  // its header would take 9 s per translation unit
-}
-
 namespace gradaccum::detail {
 
 /// The type as which a Trainer holds a model: a plain module by reference, a `ModuleHolder` or a pointer by value.

@@ -46,7 +46,7 @@ class EarlyStopping::Running : public EarlyStopping {
   bool is_over() const { return waited_ >= patience; }
   double best() const { return best_; }            ///< the best number so far; NaN if there is none
   std::int64_t waited() const { return waited_; }  ///< numbers since the best one
-  std::string reason() const;                      ///< says what was best, and when
+  std::string reason() const;                      ///< for the report of a fit
 
   void attach(TrainerBase& trainer);
   int fit_scope();
