@@ -40,11 +40,6 @@ struct NamedOptimizer {
 
 namespace gradaccum::detail {
 
-/// Returns nothing for user-made options without a learning rate, for which LibTorch's base class throws.
-std::optional<double> learning_rate(auto&& options) try { return options.get_lr(); } catch (const c10::Error&) {
-  return std::nullopt;
-}
-
 /// A reference to an optimizer of any class, so that the code of windows is compiled once.
 class AnyOptimizer {
  public:
@@ -97,9 +92,11 @@ class OptimizerOf final : public AnyOptimizer {
       if constexpr (std::convertible_to<decltype(group), optim::ParamGroupRef>) all.push_back(group);
     return all;
   }
-  std::optional<double> learning_rate() const override {
+  std::optional<double> learning_rate() const override try {
     if constexpr (requires { optimizer_.param_groups().front().options().get_lr(); })
-      if (!optimizer_.param_groups().empty()) return detail::learning_rate(optimizer_.param_groups().front().options());
+      if (!optimizer_.param_groups().empty()) return optimizer_.param_groups().front().options().get_lr();
+    return std::nullopt;
+  } catch (const c10::Error&) {  // of a group without options, or of options without a rate
     return std::nullopt;
   }
   void step(const Gradients& gradients) override {
@@ -124,6 +121,9 @@ class OptimizerOf final : public AnyOptimizer {
 
 /// Returns true if a part of a parameter may be stepped. False for classes derived from LibTorch's.
 bool steps_by_elements(const torch::optim::Optimizer& optimizer);
+
+/// Returns nothing for user-made options without a learning rate, for which LibTorch's base class throws.
+std::optional<double> learning_rate(const torch::optim::OptimizerOptions& options);
 
 /// Returns the names, as in `Muon, AdamW`.
 std::string names_of(const std::vector<optim::NamedOptimizer>& optimizers);

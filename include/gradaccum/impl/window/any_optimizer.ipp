@@ -6,6 +6,7 @@
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/rmsprop.h>
@@ -17,6 +18,12 @@
 #include <gradaccum/impl/begin.ipp>
 
 namespace gradaccum::detail {
+
+GRADACCUM_INLINE std::optional<double> learning_rate(const torch::optim::OptimizerOptions& options) try {
+  return options.get_lr();
+} catch (const c10::Error&) {
+  return std::nullopt;
+}
 
 GRADACCUM_INLINE std::string names_of(const std::vector<optim::NamedOptimizer>& optimizers) {
   std::string names;
