@@ -276,8 +276,13 @@ TEST_CASE("Ema: calls in the wrong order change nothing") {
 }
 
 TEST_CASE("Ema: a decay out of range") {
+  Bag bag({torch::ones({2})});
   for (double decay : {-0.1, 1.1, std::numeric_limits<double>::quiet_NaN()}) {
     REQUIRE_ERROR("Ema: decay must be in [0, 1], got ", ga::Ema::Running({.decay = decay}));
+    ga::Ema::Running ema({});
+    ema.decay = decay;
+    REQUIRE_ERROR("Ema: decay must be in [0, 1], got ", ema.update(bag));
+    CHECK(ema.updates() == 0);
   }
 }
 

@@ -143,6 +143,8 @@ TEST_CASE("GuardNorm: the limit is a multiple of the quantile of the last norms,
 
   guard.max = 1.5;
   CHECK(guard.limit() == 1.5);
+  guard.history = 0;
+  REQUIRE_ERROR("GuardNorm: history must be >= 1, got 0", guard.limit());
 }
 
 TEST_CASE("GuardNorm: if all norms become large, training resumes") {

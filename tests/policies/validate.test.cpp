@@ -599,17 +599,13 @@ TEST_CASE("EarlyStopping, SaveState: the metric determines which value is better
   CHECK(build({.metric = "f1"}, ga::F1{}) == ga::Mode::max);
   CHECK(build({.metric = "validation/f1", .mode = ga::Mode::max}, ga::F1{}) == ga::Mode::max);
   CHECK(build({.metric = "absolute_error", .mode = ga::Mode::min}, AbsoluteError{}) == ga::Mode::min);
-  const auto stop = [&](ga::EarlyStopping stopping, auto... metrics) {
-    ga::Trainer(scene.model, scene.adam, objective, stopping, ga::Validate(scene.validation, metrics...));
-  };
   REQUIRE_ERROR("EarlyStopping: mode must be ga::Mode::max for 'f1', as its higher_is_better says, or be left out",
-                stop({.metric = "f1", .mode = ga::Mode::min}, ga::F1{}));
-  REQUIRE_ERROR("EarlyStopping: mode must be ga::Mode::min for 'loss'", stop({.mode = ga::Mode::max}));
+                build({.metric = "f1", .mode = ga::Mode::min}, ga::F1{}));
+  REQUIRE_ERROR("EarlyStopping: mode must be ga::Mode::min for 'loss'", build({.mode = ga::Mode::max}));
   REQUIRE_ERROR("EarlyStopping: mode must be ga::Mode::min or ga::Mode::max for 'absolute_error'",
-                stop({.metric = "absolute_error"}, AbsoluteError{}));
+                build({.metric = "absolute_error"}, AbsoluteError{}));
   REQUIRE_ERROR("one of [validation/loss], got 'confusion_matrix'",
-                stop({.metric = "confusion_matrix"}, ga::ConfusionMatrix{}));
-  REQUIRE_ERROR("SaveState: mode must be ga::Mode::min for 'loss'", build({.mode = ga::Mode::max}));
+                build({.metric = "confusion_matrix"}, ga::ConfusionMatrix{}));
 }
 
 namespace {
@@ -700,6 +696,13 @@ TEST_CASE("EarlyStopping: a metric that no policy computes is refused when the t
                 build({.metric = "acc", .mode = ga::Mode::max}));
   REQUIRE_ERROR("EarlyStopping: needs a ga::Validate beside it, which computes 'loss'",
                 ga::Trainer(scene.model, scene.adam, objective, ga::EarlyStopping{}));
+
+  const Directory directory;  // of an earlier run, whose log a refusal leaves as it is
+  std::ofstream(directory / "log.csv") << "loss\n0.5\n";
+  REQUIRE_ERROR("got 'acc'", ga::Trainer(scene.model, scene.adam, objective, ga::Validate(scene.validation),
+                                         ga::EarlyStopping{.metric = "acc", .mode = ga::Mode::max},
+                                         ga::MetricsLog{.path = directory / "log.csv"}));
+  CHECK(testing::text_of(directory / "log.csv") == "loss\n0.5\n");
 }
 
 TEST_CASE("SaveState: the best states are kept and can be found") {

@@ -48,13 +48,13 @@ class EarlyStopping::Running : public EarlyStopping {
   std::int64_t waited() const { return waited_; }  ///< numbers since the best one
   std::string reason() const;                      ///< for the report of a fit
 
-  void attach(TrainerBase& trainer);
-  int fit_scope();
-  void on_validation(const Validation& validation);
   void state(Archive& archive);
+  std::shared_ptr<PolicyRun> start(TrainerBase& trainer);
 
  private:
-  TrainerBase* trainer_ = nullptr;
+  struct InTrainer;
+  void check() const;
+
   double best_ = std::numeric_limits<double>::quiet_NaN();
   std::int64_t best_update_ = 0, waited_ = 0;
 };

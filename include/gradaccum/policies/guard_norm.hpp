@@ -51,7 +51,7 @@ struct GuardNorm {
 class GuardNorm::Running : public GuardNorm {
  public:
   using Options = GuardNorm;
-  explicit Running(const GuardNorm& given);
+  explicit Running(const GuardNorm& given) : GuardNorm(given) { check(); }
 
   void before_step(Gradients gradients);
   const std::vector<double>& norms() const { return norms_; }  ///< the last norms
@@ -59,6 +59,8 @@ class GuardNorm::Running : public GuardNorm {
   void state(Archive& archive);
 
  private:
+  void check() const;
+
   std::vector<double> norms_;
 };
 

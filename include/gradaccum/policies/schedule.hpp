@@ -158,14 +158,14 @@ class ReduceLROnPlateau::Running : public ReduceLROnPlateau {
   bool step(double number, LearningRates& lowered);
   double best() const { return best_; }  ///< the best number so far; NaN if there is none
 
-  void attach(TrainerBase& trainer);
-  void on_validation(const Validation& validation);
   void state(Archive& archive);
+  std::shared_ptr<PolicyRun> start(TrainerBase& trainer);
 
  private:
+  void check() const;
+
   double best_ = std::numeric_limits<double>::quiet_NaN();
   std::int64_t num_bad_epochs_ = 0, cooldown_counter_ = 0;
-  std::optional<LearningRates> rates_;  // a Trainer's
 };
 
 }  // namespace gradaccum

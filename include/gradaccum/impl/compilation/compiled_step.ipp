@@ -353,7 +353,7 @@ GRADACCUM_INLINE StepTrace trace_of(const StepModel& model, const StepCall& call
   trace.graph = traced.first->graph;
   if (made) check_no_constants(*trace.graph, **made);
   TORCH_CHECK(trace.loss.items > 0, "save_step: the loss's items must be > 0, got ", trace.loss.items);
-  const auto rows = static_cast<double>(samples_of(call.batch.front()));
+  const auto rows = call.batch.empty() ? 1 : static_cast<double>(samples_of(call.batch.front()));
   TORCH_CHECK(call.tensors_alone || trace.loss.items == 1 || trace.loss.items == rows,
               "save_step: the loss's items must be 1 or the batch's number of rows, got ", trace.loss.items,
               ": a number from the batch would become a constant; weight the step's result instead: "

@@ -169,7 +169,7 @@ struct Averages {
 }  // namespace detail
 
 GRADACCUM_INLINE Ema::Running::Running(const Ema& given) : Ema(given), averages_(std::make_shared<detail::Averages>()) {
-  TORCH_CHECK(decay >= 0 && decay <= 1, "Ema: decay must be in [0, 1], got ", decay);
+  decay_now();
 }
 
 GRADACCUM_INLINE void Ema::Running::update_module(torch::nn::Module& module) {
@@ -182,6 +182,7 @@ GRADACCUM_INLINE void Ema::Running::after_step(const Step&) { update_module(*ave
 GRADACCUM_INLINE void Ema::Running::state(Archive& archive) { averages_->state(archive, buffers); }
 
 GRADACCUM_INLINE double Ema::Running::decay_now() const {
+  TORCH_CHECK(decay >= 0 && decay <= 1, "Ema: decay must be in [0, 1], got ", decay);
   const auto t = static_cast<double>(updates());
   return warmup ? std::min(decay, (1 + t) / (10 + t)) : decay;
 }

@@ -18,7 +18,7 @@
 
 namespace gradaccum {
 
-GRADACCUM_INLINE GuardNorm::Running::Running(const GuardNorm& given) : GuardNorm(given) {
+GRADACCUM_INLINE void GuardNorm::Running::check() const {
   TORCH_CHECK(max > 0, "GuardNorm: max must be > 0, got ", max);
   TORCH_CHECK(max_ratio > 0, "GuardNorm: max_ratio must be > 0, got ", max_ratio);
   TORCH_CHECK(detail::is_finite(max) || detail::is_finite(max_ratio),
@@ -28,6 +28,7 @@ GRADACCUM_INLINE GuardNorm::Running::Running(const GuardNorm& given) : GuardNorm
 }
 
 GRADACCUM_INLINE double GuardNorm::Running::limit() const {
+  check();
   if (!detail::is_finite(max_ratio) || norms_.empty() || std::ssize(norms_) < history / 2) return max;
   return std::min(max, max_ratio * at::quantile(at::tensor(norms_, at::kDouble), quantile).item<double>());
 }

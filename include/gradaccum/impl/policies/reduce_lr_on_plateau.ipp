@@ -5,12 +5,17 @@
 #include <gradaccum/policies/schedule.hpp>
 
 #include <c10/util/Exception.h>
+#include <gradaccum/detail/training/any_policy.hpp>
 
 #include <gradaccum/impl/begin.ipp>
 
 namespace gradaccum {
 
 GRADACCUM_INLINE ReduceLROnPlateau::Running::Running(ReduceLROnPlateau given) : ReduceLROnPlateau(std::move(given)) {
+  check();
+}
+
+GRADACCUM_INLINE void ReduceLROnPlateau::Running::check() const {
   TORCH_CHECK(factor > 0 && factor < 1, "ReduceLROnPlateau: factor must be in (0, 1), got ", factor);
   TORCH_CHECK(patience >= 0, "ReduceLROnPlateau: patience must be >= 0, got ", patience);
   TORCH_CHECK(threshold >= 0, "ReduceLROnPlateau: threshold must be >= 0, got ", threshold);
@@ -20,6 +25,7 @@ GRADACCUM_INLINE ReduceLROnPlateau::Running::Running(ReduceLROnPlateau given) : 
 
 /// Computes in the order in which Python does.
 GRADACCUM_INLINE bool ReduceLROnPlateau::Running::step(double number, LearningRates& lowered) {
+  check();
   const auto which = detail::mode_of("ReduceLROnPlateau", metric, mode);
   const double sign = which == Mode::min ? 1 : -1;
   const double bound = relative ? best_ * (1 - sign * threshold) : best_ - sign * threshold;
@@ -43,15 +49,25 @@ GRADACCUM_INLINE void ReduceLROnPlateau::Running::state(Archive& archive) {
   TORCH_CHECK(num_bad_epochs_ >= 0 && cooldown_counter_ >= 0, "ReduceLROnPlateau: the counts of a state must be >= 0");
 }
 
-GRADACCUM_INLINE void ReduceLROnPlateau::Running::attach(TrainerBase& trainer) {
-  trainer.when_built([this, &trainer] {
-    mode = detail::mode_of("ReduceLROnPlateau", metric, mode, &trainer.metrics());
-    rates_ = trainer.learning_rates();
-  });
-}
+namespace detail {
 
-GRADACCUM_INLINE void ReduceLROnPlateau::Running::on_validation(const Validation& validation) {
-  if (const auto number = validation[metric]; number && validation.due) step(*number, *rates_);
+struct PlateauRun {
+  static constexpr std::string_view name = ReduceLROnPlateau::name;
+
+  ReduceLROnPlateau::Running& plateau;
+  LearningRates rates;
+
+  void on_validation(const Validation& validation) {
+    if (const auto number = validation[plateau.metric]; number && validation.due) plateau.step(*number, rates);
+  }
+  void state(Archive& archive) { plateau.state(archive); }
+};
+
+}  // namespace detail
+
+GRADACCUM_INLINE std::shared_ptr<PolicyRun> ReduceLROnPlateau::Running::start(TrainerBase& trainer) {
+  mode = detail::mode_of("ReduceLROnPlateau", metric, mode, &trainer.metrics());
+  return detail::started<detail::PlateauRun>(*this, trainer.learning_rates());
 }
 
 }  // namespace gradaccum
