@@ -5,6 +5,7 @@
 #include <gradaccum/detail/kernels/steps.hpp>
 
 #include <ATen/ScalarOps.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/where.h>
 
