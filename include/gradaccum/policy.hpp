@@ -81,8 +81,8 @@ class PolicyRun {
 
 namespace detail {
 
-/// True for a policy of the library that has only options. The Trainer calls the hooks of the object that its `start`
-/// returns, once the `attach` of all policies was called.
+/// True for a policy of the library whose run, the object that `start` returns, has the hooks. The Trainer
+/// calls `start` once the `attach` of all policies was called.
 template <class P>
 concept has_run = requires {
   { &P::start } -> std::convertible_to<std::shared_ptr<PolicyRun> (P::*)(TrainerBase&)>;

@@ -27,7 +27,7 @@
 #include <type_traits>
 #include <vector>
 
-// A loss scale on the device, where only the device knows of overflows, gives the results of one that the host reads.
+// A loss scale on the device, where only the device sees overflows, gives the results of one that the host reads.
 
 namespace ga = gradaccum;
 using namespace testing;
@@ -119,7 +119,8 @@ bool same(const at::Tensor& a, const at::Tensor& b, bool to_rounding) {
 
 }  // namespace
 
-TEST_CASE("AmpScaler on the device: updated and skipped values equal those of a scale that the host reads", "[cuda]") {
+TEST_CASE("AmpScaler on the device: updated and skipped values are the same as with a scale that the host reads",
+          "[cuda]") {
   if (!torch::cuda::is_available()) SKIP("needs a CUDA device");
   const bool one_device = torch::cuda::device_count() < 2 || GENERATE(false, true);
   for (auto& [name, make] : optimizers()) {

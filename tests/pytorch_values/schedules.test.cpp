@@ -10,6 +10,7 @@
 #include "pytorch_values/schedules.hpp"
 
 #include <functional>
+#include <limits>
 
 // The schedulers and averages of schedules.py, compared with the results of Python's PyTorch.
 
@@ -148,6 +149,7 @@ TEST_CASE("PyTorch's values: ReduceLROnPlateau") {
       {"eps", {.factor = 0.5, .patience = 0, .eps = 1e-4}},
   };
   const auto rates_of = [](const Plateau& options) {
+    const double nan = std::numeric_limits<double>::quiet_NaN();
     Plateau::Running plateau(options);
     torch::optim::SGD sgd({{{torch::zeros(1)}, std::make_unique<torch::optim::SGDOptions>(peak)},
                            {{torch::zeros(1)}, std::make_unique<torch::optim::SGDOptions>(peak / 10)}},
@@ -161,7 +163,7 @@ TEST_CASE("PyTorch's values: ReduceLROnPlateau") {
       ga::Archive saved;
       saved("plateau", plateau);
       Plateau::Running other(options);
-      for (const double bad : {17.0, 18.0, 19.0, 20.0}) other.step(bad, others);
+      for (const double not_better : {17.0, nan, nan, nan}) other.step(not_better, others);  // other counts, too
       ga::Archive(saved.values())("plateau", other);
       plateau = other;
       for (auto& group : sgd.param_groups()) found.push_back(group.options().get_lr());

@@ -46,7 +46,7 @@ struct Ema {
   class Running;
 };
 
-/// An Ema in a Trainer, or in a loop of your own. It can be moved from, and not used afterwards, but not copied.
+/// An Ema in a Trainer, or in a loop of your own. It cannot be copied. A moved-from one must not be used.
 class Ema::Running : public Ema {
  public:
   using Options = Ema;

@@ -56,7 +56,7 @@ struct FitMemory {
   class Running;
 };
 
-/// A FitMemory in a Trainer, or in a loop of your own. It can be moved from, and not used afterwards, but not copied.
+/// A FitMemory in a Trainer, or in a loop of your own. It cannot be copied. A moved-from one must not be used.
 class FitMemory::Running : public FitMemory {
  public:
   using Options = FitMemory;

@@ -169,7 +169,7 @@ struct Averages {
 }  // namespace detail
 
 GRADACCUM_INLINE Ema::Running::Running(const Ema& given) : Ema(given), averages_(std::make_shared<detail::Averages>()) {
-  decay_now();
+  decay_now();  // checks it
 }
 
 GRADACCUM_INLINE void Ema::Running::update_module(torch::nn::Module& module) {

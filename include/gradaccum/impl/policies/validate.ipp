@@ -4,8 +4,6 @@
 
 #include <gradaccum/policies/validate.hpp>
 
-#include <gradaccum/policies/ema.hpp>
-
 #include <c10/util/Exception.h>
 
 #include <gradaccum/impl/begin.ipp>
